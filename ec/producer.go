@@ -1,6 +1,7 @@
 package ec
 
 import (
+	"context"
 	"log/slog"
 
 	"github.com/tensorferry/tensorferry/control"
@@ -10,27 +11,28 @@ import (
 
 // ProducerOptions configure a Producer.
 type ProducerOptions struct {
-	Cache      *Cache
-	Compat     wire.Compat
-	Generation int
+	Pools      []ServedPool
+	Generation int // 1 or 2: what plain peers speak
 	Node       string
 	Epoch      uint64
-	Planes     []Offer
 	Timeouts   Timeouts
 	Log        *slog.Logger
 }
 
-// Offer is a plane together with the pool's registration on it.
-type Offer struct {
-	Name string
-	Reg  transfer.Registration
+// ServedPool is one pool on offer. Requests are matched to pools by the compatibility hash.
+type ServedPool struct {
+	Cache  *Cache
+	Compat wire.Compat
+	Memory transfer.Memory  // the pool; registered on every plane by NewProducer
+	Planes []transfer.Plane // by preference
 }
 
-// Producer answers peers that ask for entries of a Cache: pin, grant, ack, and let go at verify, notification or lease.
+// Producer answers peers that ask for entries of its pools: pin, grant, ack, and let go at verify, notification or lease.
 // It answers on the control loop's goroutine, at once, whatever any engine does.
 type Producer struct{}
 
-func NewProducer(o ProducerOptions) (*Producer, error) { return nil, ErrSpec }
+// NewProducer registers the pools with their planes.
+func NewProducer(ctx context.Context, o ProducerOptions) (*Producer, error) { return nil, ErrSpec }
 
 // Serve is called with the router once it is bound; Message may be called from then on.
 func (p *Producer) Serve(r *control.Router) {}
@@ -38,8 +40,5 @@ func (p *Producer) Serve(r *control.Router) {}
 // Message implements control.RouterHandler.
 func (p *Producer) Message(from control.Source, body []byte) {}
 
-// Notify takes a plane's notifications.
-func (p *Producer) Notify(n transfer.Notification) {}
-
-// Close releases all grants.
+// Close releases all grants and registrations.
 func (p *Producer) Close() error { return nil }

@@ -31,6 +31,3 @@ func (n *Node) Err() error            { return nil }
 
 // Close ends it cleanly.
 func (n *Node) Close(ctx context.Context) error { return nil }
-
-// Config of a node. See docs/configuration.md.
-type Config struct{}

@@ -72,6 +72,7 @@ type FerryRequest struct {
 	Epoch  uint64
 	Planes []string // by preference
 	Sum    bool     // wants the checksum if there is one
+	Compat Compat   // the parts of the compatibility hash, so that a mismatch can name the field
 }
 
 // FerryAck is the extension of an ack.
