@@ -3,13 +3,17 @@
 package ec
 
 import (
-	"context"
+	"cmp"
 	"errors"
+	"fmt"
+	"slices"
+	"sync"
 	"time"
 
 	"github.com/tensorferry/tensorferry/region"
 )
 
+// Errors of this package. Errors returned wrap one of these and say for which key and why.
 var (
 	ErrMissing  = errors.New("ec: no such entry")
 	ErrNotReady = errors.New("ec: entry is not ready")
@@ -21,14 +25,18 @@ var (
 	ErrKey      = errors.New("ec: bad key")
 	ErrSpec     = errors.New("ec: bad shape, dtype or size")
 	ErrStale    = errors.New("ec: reservation or pin is over")
+	ErrPinned   = errors.New("ec: entry is pinned")
+	ErrOptions  = errors.New("ec: bad options")
 )
 
-// Spec says what an entry holds. Shape is [rows, width]; Bytes = rows x width x size of Dtype.
-type Spec struct {
-	Dtype string // as torch prints it
-	Shape []int64
-	Bytes int64
-}
+// Defaults of CacheOptions.
+const (
+	DefaultHoldLease = 120 * time.Second
+	DefaultHoldShare = 0.5
+)
+
+// maxAbsentWatches bounds what Watch remembers of keys that are not there; such keys come from outside and may never be.
+const maxAbsentWatches = 4096
 
 // State of an entry as callers see it.
 type State uint8
@@ -39,53 +47,34 @@ const (
 	Ready
 )
 
-func (s State) String() string { return "" }
+// String gives "absent", "filling" or "ready".
+func (s State) String() string {
+	switch s {
+	case Absent:
+		return "absent"
+	case Filling:
+		return "filling"
+	case Ready:
+		return "ready"
+	}
+	return fmt.Sprintf("State(%d)", uint8(s))
+}
 
 // CacheOptions configure a Cache.
 type CacheOptions struct {
 	Region    *region.Region
 	HoldLease time.Duration // life of a hold, default 120 s
-	HoldShare float64       // part of the pool that held entries may take, default 0.5; over it the oldest hold is dropped
-	// Evicted, if set, is called after an entry was evicted, outside the lock.
+	HoldShare float64       // part of the pool that held entries may take, in (0, 1], default 0.5; over it the oldest hold is dropped
+
+	// Evicted, if set, is called after an entry was evicted, outside the lock, by the goroutine that needed the room and before
+	// its Reserve returns. Calls made for several goroutines come in no fixed order.
 	Evicted func(key string, bytes int64)
+	// HoldDropped, if set, is called in the same way after an entry lost its holds before their time: to keep to HoldShare, or
+	// to make room. In the second case Evicted is called too.
+	HoldDropped func(key string, bytes int64)
 }
 
-// Cache keeps the entries of one pool. All methods are safe for concurrent use and do no I/O and no waiting: a call that cannot
-// be served now says so at once.
-type Cache struct{}
-
-func NewCache(o CacheOptions) (*Cache, error) { return nil, ErrSpec }
-
-// Reserve makes an entry that is being filled, evicting ready, unpinned, unheld entries (oldest first) if needed.
-// ErrHeld: ready already, with the same spec. ErrPending: someone else is filling it (see Watch). ErrConflict, ErrFull,
-// ErrTooLarge, ErrKey, ErrSpec. On any error nothing has changed, in particular nothing was evicted.
-func (c *Cache) Reserve(key string, s Spec, owner uint64) (*Reservation, error) { return nil, ErrFull }
-
-// Lookup never blocks.
-func (c *Cache) Lookup(key string) (Info, State) { return Info{}, Absent }
-
-// Pin keeps a ready entry where it is until the pin's Release. ErrMissing, ErrNotReady.
-func (c *Cache) Pin(key string) (*Pin, error) { return nil, ErrMissing }
-
-// Hold keeps an entry (ready or filling) from eviction for the hold's lease; each call adds one. ErrMissing.
-func (c *Cache) Hold(key string) error { return ErrMissing }
-
-// DropHold takes one hold off, if there is one.
-func (c *Cache) DropHold(key string) {}
-
-// Watch gives a channel that is closed at the next change of the key's state (committed, discarded, evicted).
-func (c *Cache) Watch(key string) <-chan struct{} { return nil }
-
-// Remove takes a ready, unpinned entry out. ErrMissing, ErrPinned.
-func (c *Cache) Remove(key string) error { return ErrMissing }
-
-// Entries is a snapshot in eviction order.
-func (c *Cache) Entries() []Info { return nil }
-
-// Stats is a snapshot.
-func (c *Cache) Stats() Stats { return Stats{} }
-
-// Info describes an entry.
+// Info describes an entry. Spec.Shape and Extents are shared with the cache: read only.
 type Info struct {
 	Key         string
 	Spec        Spec
@@ -100,45 +89,294 @@ type Info struct {
 	HasChecksum bool
 }
 
-// Stats counts.
+// Stats counts. Blocks = FreeBlocks + QuarantinedBlocks + FillingBlocks + the blocks of ready entries.
 type Stats struct {
-	Blocks, FreeBlocks, QuarantinedBlocks, FillingBlocks, PinnedBlocks, HeldBlocks int
-	Entries, Ready, Filling                                                        int
-	Hits, Misses, Commits, Discards, Evictions, Full                               uint64
-	Fragmented                                                                     uint64 // entries stored in more than one extent
+	Blocks, FreeBlocks, QuarantinedBlocks, FillingBlocks int
+	PinnedBlocks                                         int // of entries with a pin
+	HeldBlocks                                           int // of entries with a hold, filling and pinned ones too
+
+	Entries, Ready, Filling int
+	Quarantined             int // reservations given up that wait for Settle
+	Holds                   int
+
+	Hits, Misses              uint64 // calls of Pin that found the entry ready, that did not
+	Commits, Discards         uint64
+	Quarantines               uint64
+	Evictions                 uint64
+	Full                      uint64 // calls of Reserve that ended with ErrFull
+	Fragmented                uint64 // commits of entries that lie in more than one extent
+	HoldsDropped, HoldsLapsed uint64 // before their lease ended, at its end
 }
 
-// Reservation is the right to fill one entry. One goroutine uses it at a time.
-type Reservation struct{}
+// slotTable is what the cache needs of region.SlotTable; tests record the order of writes through it.
+type slotTable interface {
+	Len() int
+	Fill(i int, s region.Slot) (uint64, error)
+	Ready(i int, checksum uint64, hasChecksum bool)
+	Free(i int)
+	SetHolds(i int, n uint32)
+	Load(i int) (region.Slot, error)
+}
 
-func (r *Reservation) Info() Info { return Info{} }
+// allocator is what the cache needs of region.Allocator.
+type allocator interface {
+	Alloc(n, maxExtents int) ([]region.Extent, bool)
+	Free(e []region.Extent) error
+	Take(e []region.Extent) error
+	FreeBlocks() int
+}
 
-// Buffers are the entry's bytes in the pool, one slice an extent, cut to Spec.Bytes in all. Writable until Commit, Discard or
-// the quarantine's end.
-func (r *Reservation) Buffers() [][]byte { return nil }
+// Cache keeps the entries of one pool. All methods are safe for concurrent use and do no I/O and no waiting: a call that cannot
+// be served now says so at once.
+//
+// An entry is filling (reserved), then ready. A ready entry may be evicted unless it is pinned (somebody uses its bytes) or held
+// (somebody was told of it and has yet to come). A hold only delays: where room is needed and nothing else may go, held entries
+// go too. A pin is kept.
+type Cache struct {
+	opt        CacheOptions
+	pool       []byte
+	blockBytes int64
+	blocks     int
+	maxHeld    int       // blocks that held entries may take
+	start      time.Time // holds count from here, on the monotonic clock
 
-// Commit makes the entry ready. checksum nil: none is kept. ErrStale if it is over already.
-func (r *Reservation) Commit(checksum *uint64) (Info, error) { return Info{}, ErrStale }
+	mu        sync.Mutex
+	slots     slotTable
+	alloc     allocator
+	entries   map[string]*entry // filling and ready
+	bySlot    []*entry          // also quarantined
+	freeSlots []int32           // a stack
+	evict     policy
+	holds     ring[hold]  // by age, all leases being equal also by end
+	heldOrder ring[entry] // entries with a hold, by their newest
+	held      tally       // what heldOrder has
+	tally     [classes]tally
+	plan      []*entry // of makeRoom, kept for its memory
+	stuck     int      // so many blocks, or more, are known not to fit in MaxExtents pieces even if all that may go went
+	seq       uint64   // of commits
+	absent    map[string]chan struct{}
+	stats     Stats // the counters only
+}
 
-// Discard frees the extents at once: nobody may be writing them.
-func (r *Reservation) Discard() {}
+// NewCache takes over a region that nobody else uses and whose slots are all free. The region must outlive the cache.
+func NewCache(o CacheOptions) (*Cache, error) {
+	if o.Region == nil {
+		return nil, fmt.Errorf("%w: no region", ErrOptions)
+	}
+	g := o.Region.Geometry()
+	return newCache(o, g, o.Region.Pool(), o.Region.Slots(), region.NewAllocator(g.Blocks))
+}
 
-// Quarantine gives the key up but keeps the extents, which a transfer may still write. Settle frees them, exactly once.
-func (r *Reservation) Quarantine() *Quarantined { return nil }
+func newCache(o CacheOptions, g region.Geometry, pool []byte, slots slotTable, alloc allocator) (*Cache, error) {
+	if o.HoldLease == 0 {
+		o.HoldLease = DefaultHoldLease
+	}
+	if o.HoldShare == 0 {
+		o.HoldShare = DefaultHoldShare
+	}
+	if o.HoldLease < 0 {
+		return nil, fmt.Errorf("%w: HoldLease %v; give a time above 0", ErrOptions, o.HoldLease)
+	}
+	if !(o.HoldShare > 0 && o.HoldShare <= 1) { // NaN too
+		return nil, fmt.Errorf("%w: HoldShare %v; give a part of the pool above 0, at most 1", ErrOptions, o.HoldShare)
+	}
+	if g.Blocks <= 0 || g.BlockBytes <= 0 || slots.Len() <= 0 || int64(len(pool)) < g.PoolBytes() {
+		return nil, fmt.Errorf("%w: region of %d blocks of %d bytes, %d slots, %d bytes mapped", ErrOptions, g.Blocks, g.BlockBytes, slots.Len(), len(pool))
+	}
+	c := &Cache{
+		opt:        o,
+		pool:       pool,
+		blockBytes: g.BlockBytes,
+		blocks:     g.Blocks,
+		maxHeld:    int(o.HoldShare * float64(g.Blocks)),
+		start:      time.Now(),
+		slots:      slots,
+		alloc:      alloc,
+		entries:    make(map[string]*entry),
+		bySlot:     make([]*entry, slots.Len()),
+		freeSlots:  make([]int32, 0, slots.Len()),
+		evict:      newFIFO(),
+		stuck:      noneStuck,
+		absent:     make(map[string]chan struct{}),
+	}
+	for i := slots.Len() - 1; i >= 0; i-- { // the lowest slots are used first
+		s, err := slots.Load(i)
+		if err != nil {
+			return nil, fmt.Errorf("ec: slot %d: %w", i, err)
+		}
+		if s.State != region.SlotFree {
+			return nil, fmt.Errorf("%w: slot %d of the region is in use (key %q); its blocks cannot be given away", ErrOptions, i, s.Key)
+		}
+		c.freeSlots = append(c.freeSlots, int32(i))
+	}
+	return c, nil
+}
 
-// Quarantined is memory that waits for a transfer to end.
-type Quarantined struct{}
+// Lookup tells what is known of a key. It counts as no use of the entry.
+func (c *Cache) Lookup(key string) (Info, State) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.lapseHolds()
+	e := c.entries[key]
+	if e == nil {
+		return Info{}, Absent
+	}
+	return e.info(), e.state()
+}
 
-// Settle frees it. Idempotent.
-func (q *Quarantined) Settle() {}
+// Pin keeps a ready entry where it is until the pin's Release. ErrMissing, ErrNotReady.
+func (c *Cache) Pin(key string) (*Pin, error) {
+	c.mu.Lock()
+	e := c.entries[key]
+	if e == nil || e.phase != phaseReady {
+		c.stats.Misses++
+		c.mu.Unlock()
+		if e == nil {
+			return nil, fmt.Errorf("%w: %q", ErrMissing, key)
+		}
+		return nil, fmt.Errorf("%w: %q", ErrNotReady, key)
+	}
+	c.stats.Hits++
+	c.evict.hit(e)
+	e.pins++
+	if e.pins == 1 {
+		c.reclass(e)
+	}
+	c.mu.Unlock()
+	return &Pin{c: c, e: e}, nil
+}
+
+// Remove takes a ready, unpinned entry out, held or not. ErrMissing, ErrNotReady, ErrPinned.
+func (c *Cache) Remove(key string) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	e := c.entries[key]
+	switch {
+	case e == nil:
+		return fmt.Errorf("%w: %q", ErrMissing, key)
+	case e.phase != phaseReady:
+		return fmt.Errorf("%w: %q", ErrNotReady, key)
+	case e.pins > 0:
+		return fmt.Errorf("%w: %q, by %d", ErrPinned, key, e.pins)
+	}
+	c.unname(e, phaseGone)
+	c.vacate(e)
+	c.giveBack(e.extents)
+	return nil
+}
+
+// Watch gives a channel that is closed at the next change of the key's state: committed, discarded or quarantined, evicted or
+// removed. For a key that is not there it is the end of the next reservation of it. To wait for a state: Watch, then look, then
+// wait, in a loop. A channel may be closed without a change when very many absent keys are watched.
+func (c *Cache) Watch(key string) <-chan struct{} {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if e := c.entries[key]; e != nil {
+		if e.watch == nil {
+			e.watch = make(chan struct{})
+		}
+		return e.watch
+	}
+	if w := c.absent[key]; w != nil {
+		return w
+	}
+	if len(c.absent) >= maxAbsentWatches {
+		for _, w := range c.absent {
+			close(w)
+		}
+		clear(c.absent)
+	}
+	w := make(chan struct{})
+	c.absent[key] = w
+	return w
+}
+
+// Entries is a snapshot: the ready entries in the order in which they became ready, which is that of eviction, then those being
+// filled.
+func (c *Cache) Entries() []Info {
+	type item struct {
+		seq  uint64
+		info Info
+	}
+	c.mu.Lock()
+	c.lapseHolds()
+	items := make([]item, 0, len(c.entries))
+	for _, e := range c.entries {
+		items = append(items, item{e.seq, e.info()})
+	}
+	c.mu.Unlock()
+
+	slices.SortFunc(items, func(a, b item) int {
+		return cmp.Or(-cmp.Compare(a.info.State, b.info.State), cmp.Compare(a.seq, b.seq), cmp.Compare(a.info.Gen, b.info.Gen))
+	})
+	infos := make([]Info, len(items))
+	for i := range items {
+		infos[i] = items[i].info
+	}
+	return infos
+}
+
+// Stats is a snapshot.
+func (c *Cache) Stats() Stats {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.lapseHolds()
+	s := c.stats
+	s.Blocks = c.blocks
+	s.FreeBlocks = c.alloc.FreeBlocks()
+	s.QuarantinedBlocks = c.tally[classQuarantined].blocks
+	s.Quarantined = c.tally[classQuarantined].entries
+	s.FillingBlocks = c.tally[classFilling].blocks
+	s.Filling = c.tally[classFilling].entries
+	s.PinnedBlocks = c.tally[classPinned].blocks
+	s.HeldBlocks = c.held.blocks
+	s.Holds = c.holds.len
+	s.Entries = len(c.entries)
+	s.Ready = s.Entries - s.Filling
+	return s
+}
 
 // Pin keeps one entry in place.
-type Pin struct{}
+type Pin struct {
+	c    *Cache
+	e    *entry
+	over bool // under c.mu
+}
 
-func (p *Pin) Info() Info        { return Info{} }
-func (p *Pin) Buffers() [][]byte { return nil }
+// Info describes the entry as it is now.
+func (p *Pin) Info() Info {
+	p.c.mu.Lock()
+	defer p.c.mu.Unlock()
+	return p.e.info()
+}
+
+// Buffers are the entry's bytes in the pool, one slice an extent, cut to Spec.Bytes in all. They may be read, not written,
+// until Release.
+func (p *Pin) Buffers() [][]byte { return p.c.buffers(p.e) }
 
 // Release is idempotent.
-func (p *Pin) Release() {}
+func (p *Pin) Release() {
+	p.c.mu.Lock()
+	defer p.c.mu.Unlock()
+	if p.over {
+		return
+	}
+	p.over = true
+	p.e.pins--
+	if p.e.pins == 0 {
+		p.c.reclass(p.e)
+	}
+}
 
-var _ = context.Background
+// buffers needs no lock: an entry's extents and size never change.
+func (c *Cache) buffers(e *entry) [][]byte {
+	left := e.spec.Bytes
+	bufs := make([][]byte, len(e.extents))
+	for i, x := range e.extents {
+		off := int64(x.Start) * c.blockBytes
+		n := min(int64(x.Count)*c.blockBytes, left)
+		bufs[i] = c.pool[off : off+n : off+n]
+		left -= n
+	}
+	return bufs
+}

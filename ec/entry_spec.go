@@ -1,0 +1,108 @@
+package ec
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/tensorferry/tensorferry/region"
+)
+
+// Spec says what an entry holds. Shape is [rows, width]; Bytes = rows x width x size of Dtype.
+type Spec struct {
+	Dtype string // as torch prints it, "torch.bfloat16"; "bfloat16" is taken for the same
+	Shape []int64
+	Bytes int64
+}
+
+func (s Spec) String() string { return fmt.Sprintf("%s%v, %d bytes", s.Dtype, s.Shape, s.Bytes) }
+
+// equal compares specs that checkSpec let through.
+func (s Spec) equal(t Spec) bool {
+	return s.Dtype == t.Dtype && s.Bytes == t.Bytes && slices.Equal(s.Shape, t.Shape)
+}
+
+type dtype struct {
+	name string // as torch prints it
+	size int64  // bytes of one element
+}
+
+// dtypes by torch's name without the prefix.
+var dtypes = func() map[string]dtype {
+	m := make(map[string]dtype)
+	for size, names := range map[int64][]string{
+		1:  {"bool", "uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"},
+		2:  {"uint16", "int16", "float16", "bfloat16"},
+		4:  {"uint32", "int32", "float32", "complex32"},
+		8:  {"uint64", "int64", "float64", "complex64"},
+		16: {"complex128"},
+	} {
+		for _, n := range names {
+			m[n] = dtype{"torch." + n, size}
+		}
+	}
+	return m
+}()
+
+// ItemSize is the size in bytes of one element of a dtype, named as torch prints it ("torch.bfloat16") or without "torch.".
+// The error wraps ErrSpec.
+func ItemSize(name string) (int, error) {
+	d, ok := dtypes[strings.TrimPrefix(name, "torch.")]
+	if !ok {
+		return 0, fmt.Errorf("%w: dtype %.64q; give torch's name of one, such as torch.bfloat16", ErrSpec, name)
+	}
+	return int(d.size), nil
+}
+
+// checkSpec gives the spec with its dtype's full name.
+func checkSpec(s Spec) (Spec, error) {
+	d, ok := dtypes[strings.TrimPrefix(s.Dtype, "torch.")]
+	if !ok {
+		_, err := ItemSize(s.Dtype)
+		return s, err
+	}
+	if len(s.Shape) != 2 {
+		return s, fmt.Errorf("%w: shape of %d dimensions; give [rows, width]", ErrSpec, len(s.Shape))
+	}
+	rows, width := s.Shape[0], s.Shape[1]
+	if rows <= 0 || width <= 0 {
+		return s, fmt.Errorf("%w: shape %v; both must be above 0", ErrSpec, s.Shape)
+	}
+	if rows > math.MaxInt64/width || rows*width > math.MaxInt64/d.size {
+		return s, fmt.Errorf("%w: shape %v is more than can be counted", ErrSpec, s.Shape)
+	}
+	if want := rows * width * d.size; s.Bytes != want {
+		return s, fmt.Errorf("%w: %d bytes given, %s%v takes %d", ErrSpec, s.Bytes, d.name, s.Shape, want)
+	}
+	s.Dtype = d.name
+	return s, nil
+}
+
+// checkKey takes keys of 1 to region.MaxKey bytes of UTF-8 without control characters: they are shown to people, and stand
+// in file names and logs.
+func checkKey(key string) error {
+	if len(key) == 0 || len(key) > region.MaxKey {
+		return fmt.Errorf("%w: %d bytes; give 1 to %d", ErrKey, len(key), region.MaxKey)
+	}
+	ascii := true
+	for i := range len(key) {
+		b := key[i]
+		if b < ' ' || b == 0x7f {
+			return fmt.Errorf("%w: %q has a control character", ErrKey, key)
+		}
+		ascii = ascii && b < utf8.RuneSelf
+	}
+	if ascii {
+		return nil
+	}
+	if !utf8.ValidString(key) {
+		return fmt.Errorf("%w: %q is not UTF-8", ErrKey, key)
+	}
+	if strings.ContainsFunc(key, unicode.IsControl) {
+		return fmt.Errorf("%w: %q has a control character", ErrKey, key)
+	}
+	return nil
+}
