@@ -1,15 +1,19 @@
 // Package wire has the messages of the encoder-cache peer-to-peer protocol: byte for byte those of vLLM's ECCPUConnector
 // (generations 1 and 2), plus the `ferry` extension that only our own nodes read, and the announcement that orchestrators carry.
 //
-// Decoders take a closed set of types, check depth and sizes before they allocate, and never panic.
+// Decoders take a closed set of types, check depth and sizes before they allocate, and never panic. What a decoder returns shares
+// no memory with its input. Functions keep no state and are safe for concurrent use.
+//
+// # What is accepted
+//
+// The tolerance is that of the peers' own decoder (msgspec 0.23): unknown fields, a missing or late type, integers and strings in
+// longer encodings than needed, and a field given twice (the last wins) are accepted. A wrong type, a missing required field, nil,
+// a truncated message, a trailing byte, bad UTF-8 and an unknown status are refused. Four things are refused here that the peers
+// take: nesting over MaxDepth (it ends their process at about 1,000), block numbers that are negative or 2^31 and over (the peers'
+// consumer fails on them later), anything over the limits below, and a field name that is not UTF-8.
 package wire
 
-import "errors"
-
-var (
-	ErrMalformed = errors.New("wire: malformed message")
-	ErrLimit     = errors.New("wire: message over a limit")
-)
+import "strconv"
 
 // Protocol generations (EC_CONNECTOR_VERSION of the peers). A sender leaves its own generation out on the wire.
 const (
@@ -17,14 +21,31 @@ const (
 	Generation2 = 2
 )
 
-// Limits of what is decoded.
+// ExtensionVersion is the version of the `ferry` extension that this package speaks.
+const ExtensionVersion = 1
+
+// Limits of what is decoded. Bytes where nothing else is said.
 const (
-	MaxFrame     = 256 << 20 // bytes of an ack (a vLLM ack carries 14 bytes a block of the whole region)
-	MaxRequest   = 64 << 10  // bytes of a request
-	MaxKey       = 256       // bytes of an mm_hash
+	MaxFrame     = 256 << 20 // of an ack (a vLLM ack carries 14 bytes a block of the whole region)
+	MaxRequest   = 64 << 10  // of a request, a verify, a verified
+	MaxKey       = 256       // of an mm_hash
 	MaxSession   = 256
-	MaxDepth     = 16
+	MaxHash      = 256       // of a compatibility hash (a real one has 64)
+	MaxDepth     = 16        // maps and arrays in one another, the message itself included
 	MaxBlocksAck = 1_000_000 // block numbers in one ack
+	MaxBlock     = 1<<31 - 1 // the largest block number
+)
+
+// Limits of the extension. The encoder does not cut: what is over a limit is refused by the peer.
+const (
+	MaxNode          = 64
+	MaxGrant         = 256
+	MaxPlanes        = 8
+	MaxPlaneName     = 64
+	MaxPlaneMetadata = 64 << 10 // of each plane
+	MaxToken         = 256
+	MaxExtents       = 64   // a more fragmented entry goes as Blocks
+	MaxCompatText    = 4096 // of each text of Compat
 )
 
 // Status of an ack.
@@ -39,19 +60,28 @@ const (
 	NackNotReady Status = 5
 )
 
+var statusNames = [...]string{"OK", "NACK_MISSING", "NACK_INCOMPAT", "NACK_VERSION", "NACK_INTERNAL", "NACK_NOT_READY"}
+
 // Retryable is true for NOT_READY only.
 func (s Status) Retryable() bool { return s == NackNotReady }
 
 // String gives the peers' name, e.g. "NACK_MISSING".
-func (s Status) String() string { return "" }
+func (s Status) String() string {
+	if int(s) < len(statusNames) {
+		return statusNames[s]
+	}
+	return "Status(" + strconv.Itoa(int(s)) + ")"
+}
 
 // Request is XferReq.
 type Request struct {
 	Key        string // mm_hash
 	CompatHash string
 	Session    string
-	Version    int           // decoded: the receiver's configured generation if left out
-	Ferry      *FerryRequest // nil from a plain peer
+	// Version is the sender's generation. Decoded: the receiver's configured generation if left out, and math.MaxInt for a number
+	// too large for an int. Encoded: 0 means the sender's own.
+	Version int
+	Ferry   *FerryRequest // nil from a plain peer
 }
 
 // Ack is XferAck.
@@ -59,7 +89,7 @@ type Ack struct {
 	Key           string
 	Status        Status
 	Session       string
-	Blocks        []uint32
+	Blocks        []uint32 // each at most MaxBlock
 	AgentMetadata []byte
 	MemDescriptor []byte
 	Ferry         *FerryAck // nil from a plain peer
@@ -67,19 +97,17 @@ type Ack struct {
 
 // FerryRequest is the extension of a request: who asks, and by which planes it can read.
 type FerryRequest struct {
-	V      int    // extension version, 1
+	V      int    // extension version; 0 is written as ExtensionVersion
 	Node   string // instance id of the asking node
 	Epoch  uint64
 	Planes []string // by preference
 	Sum    bool     // wants the checksum if there is one
 	Compat Compat   // the parts of the compatibility hash, so that a mismatch can name the field
-	Try    uint64   // counts the requests of one connection; the ack echoes it, so that a late ack is told from the one awaited
 }
 
-// FerryAck is the extension of an ack, also of a NACK (then only V, Node, Epoch and Try are set).
+// FerryAck is the extension of an ack.
 type FerryAck struct {
-	V       int
-	Try     uint64 // of the request
+	V       int // extension version; 0 is written as ExtensionVersion
 	Node    string
 	Epoch   uint64
 	Gen     uint64      // generation of the entry
@@ -121,44 +149,43 @@ func (*Ack) isMessage()      {}
 func (*Verify) isMessage()   {}
 func (*Verified) isMessage() {}
 
-// Append* encode; generation is the sender's own (left out on the wire when Version equals it).
-func AppendRequest(b []byte, r *Request, generation int) []byte { return b }
-func AppendAck(b []byte, a *Ack) []byte                         { return b }
-func AppendVerify(b []byte, v *Verify) []byte                   { return b }
-func AppendVerified(b []byte, v *Verified) []byte               { return b }
+// Names on the wire.
+const (
+	tagRequest  = "req"
+	tagAck      = "ack"
+	tagVerify   = "ferry_verify"
+	tagVerified = "ferry_verified"
 
-// DecodeAtProducer decodes what a ROUTER receives: *Request or *Verify. generation is the receiver's configured one.
-func DecodeAtProducer(b []byte, generation int) (Message, error) { return nil, ErrMalformed }
+	fieldType     = "type"
+	fieldKey      = "mm_hash"
+	fieldCompat   = "compatibility_hash"
+	fieldSession  = "session_id"
+	fieldVersion  = "connector_version"
+	fieldStatus   = "status"
+	fieldBlocks   = "src_block_indices"
+	fieldAgent    = "agent_metadata"
+	fieldMem      = "mem_descriptor"
+	fieldFerry    = "ferry"
+	fieldV        = "v"
+	fieldNode     = "node"
+	fieldEpoch    = "epoch"
+	fieldPlanes   = "planes"
+	fieldSum      = "sum"
+	fieldParts    = "compat"
+	fieldGen      = "gen"
+	fieldSlot     = "slot"
+	fieldGrant    = "grant"
+	fieldExtents  = "extents"
+	fieldBytes    = "bytes"
+	fieldLease    = "lease_ms"
+	fieldName     = "name"
+	fieldMetadata = "metadata"
+	fieldToken    = "token"
+	fieldFailed   = "failed"
+	fieldOK       = "ok"
 
-// DecodeAtConsumer decodes what a DEALER receives: *Ack or *Verified. Strings and byte slices are copies.
-func DecodeAtConsumer(b []byte) (Message, error) { return nil, ErrMalformed }
-
-// Compat is what two ends must agree on.
-type Compat struct {
-	VLLMVersion string
-	Model       string
-	Dtype       string // as torch prints it
-	BlockBytes  int64
-}
-
-// Hash is the compatibility hash, sha256 in hex.
-func (c Compat) Hash() string { return "" }
-
-// Notification is "SESSION:MM_HASH".
-func Notification(session, key string) []byte { return nil }
-
-// ParseNotification is its inverse (session ids hold no colon; keys may).
-func ParseNotification(b []byte) (session, key string, err error) { return "", "", ErrMalformed }
-
-// Descriptor is one [addr, size, device] of a mem_descriptor.
-type Descriptor struct {
-	Addr   uint64
-	Size   uint64
-	Device uint32
-}
-
-// AppendMemDescriptor encodes the descriptor of a whole region, one triple a block.
-func AppendMemDescriptor(b []byte, base uint64, blocks int, blockBytes int64) []byte { return b }
-
-// DecodeMemDescriptor decodes at most maxBlocks triples.
-func DecodeMemDescriptor(b []byte, maxBlocks int) ([]Descriptor, error) { return nil, ErrMalformed }
+	fieldVLLMVersion = "vllm_version"
+	fieldModel       = "model"
+	fieldDtype       = "dtype"
+	fieldBlockBytes  = "block_size_bytes"
+)

@@ -1,0 +1,215 @@
+package wire
+
+import (
+	"slices"
+
+	"github.com/tinylib/msgp/msgp"
+)
+
+// Append* append the encoding to b and return the extended slice; they allocate only if b has too little capacity. Fields equal to
+// their default are left out. generation is the sender's own: it is left out on the wire when Version is it.
+
+// AppendRequest encodes r.
+func AppendRequest(b []byte, r *Request, generation int) []byte {
+	explicit := r.Version != 0 && r.Version != generation
+	n := 3 + count(r.Session != "", explicit, r.Ferry != nil)
+	b = slices.Grow(b, 128+len(r.Key)+len(r.CompatHash)+len(r.Session))
+	b = header(b, n, tagRequest)
+	b = appendStr(b, fieldKey, r.Key)
+	b = appendStr(b, fieldCompat, r.CompatHash)
+	b = optionalStr(b, fieldSession, r.Session)
+	if explicit {
+		b = msgp.AppendString(b, fieldVersion)
+		b = appendInt(b, int64(r.Version))
+	}
+	if r.Ferry != nil {
+		b = msgp.AppendString(b, fieldFerry)
+		b = appendFerryRequest(b, r.Ferry)
+	}
+	return b
+}
+
+// AppendAck encodes a. A NACK as the peers send it has only Key and Status set.
+func AppendAck(b []byte, a *Ack) []byte {
+	n := 3 + count(a.Session != "", len(a.Blocks) > 0, len(a.AgentMetadata) > 0, len(a.MemDescriptor) > 0, a.Ferry != nil)
+	b = slices.Grow(b, 160+len(a.Key)+len(a.Session)+5*len(a.Blocks)+len(a.AgentMetadata)+len(a.MemDescriptor))
+	b = header(b, n, tagAck)
+	b = appendStr(b, fieldKey, a.Key)
+	b = msgp.AppendString(b, fieldStatus)
+	b = msgp.AppendUint64(b, uint64(a.Status))
+	b = optionalStr(b, fieldSession, a.Session)
+	if len(a.Blocks) > 0 {
+		b = msgp.AppendString(b, fieldBlocks)
+		b = msgp.AppendArrayHeader(b, uint32(len(a.Blocks)))
+		for _, n := range a.Blocks {
+			b = msgp.AppendUint64(b, uint64(n))
+		}
+	}
+	b = optionalBin(b, fieldAgent, a.AgentMetadata)
+	b = optionalBin(b, fieldMem, a.MemDescriptor)
+	if a.Ferry != nil {
+		b = msgp.AppendString(b, fieldFerry)
+		b = appendFerryAck(b, a.Ferry)
+	}
+	return b
+}
+
+// AppendVerify encodes v.
+func AppendVerify(b []byte, v *Verify) []byte {
+	return appendCheck(b, tagVerify, v.Key, v.Session, v.Grant, v.Gen, fieldFailed, v.Failed)
+}
+
+// AppendVerified encodes v.
+func AppendVerified(b []byte, v *Verified) []byte {
+	return appendCheck(b, tagVerified, v.Key, v.Session, v.Grant, v.Gen, fieldOK, v.OK)
+}
+
+// appendCheck encodes Verify and Verified, which differ in tag and flag only.
+func appendCheck(b []byte, tag, key, session, grant string, gen uint64, flag string, set bool) []byte {
+	b = header(b, 3+count(session != "", grant != "", gen != 0, set), tag)
+	b = msgp.AppendString(b, fieldV)
+	b = msgp.AppendUint64(b, ExtensionVersion)
+	b = appendStr(b, fieldKey, key)
+	b = optionalStr(b, fieldSession, session)
+	b = optionalStr(b, fieldGrant, grant)
+	b = optionalUint(b, fieldGen, gen)
+	return optionalTrue(b, flag, set)
+}
+
+func appendFerryRequest(b []byte, f *FerryRequest) []byte {
+	parts := f.Compat != Compat{}
+	b = msgp.AppendMapHeader(b, 1+count(f.Node != "", f.Epoch != 0, len(f.Planes) > 0, f.Sum, parts))
+	b = appendV(b, f.V)
+	b = optionalStr(b, fieldNode, f.Node)
+	b = optionalUint(b, fieldEpoch, f.Epoch)
+	if len(f.Planes) > 0 {
+		b = msgp.AppendString(b, fieldPlanes)
+		b = msgp.AppendArrayHeader(b, uint32(len(f.Planes)))
+		for _, p := range f.Planes {
+			b = msgp.AppendString(b, p)
+		}
+	}
+	b = optionalTrue(b, fieldSum, f.Sum)
+	if parts {
+		c := f.Compat
+		b = msgp.AppendString(b, fieldParts)
+		b = msgp.AppendMapHeader(b, count(c.VLLMVersion != "", c.Model != "", c.Dtype != "", c.BlockBytes != 0))
+		b = optionalStr(b, fieldVLLMVersion, c.VLLMVersion)
+		b = optionalStr(b, fieldModel, c.Model)
+		b = optionalStr(b, fieldDtype, c.Dtype)
+		b = optionalInt(b, fieldBlockBytes, c.BlockBytes)
+	}
+	return b
+}
+
+func appendFerryAck(b []byte, f *FerryAck) []byte {
+	b = msgp.AppendMapHeader(b, 1+count(f.Node != "", f.Epoch != 0, f.Gen != 0, f.Slot != 0, f.Grant != "", len(f.Extents) > 0,
+		f.Bytes != 0, f.LeaseMS != 0, f.Sum != nil, len(f.Planes) > 0))
+	b = appendV(b, f.V)
+	b = optionalStr(b, fieldNode, f.Node)
+	b = optionalUint(b, fieldEpoch, f.Epoch)
+	b = optionalUint(b, fieldGen, f.Gen)
+	b = optionalUint(b, fieldSlot, uint64(f.Slot))
+	b = optionalStr(b, fieldGrant, f.Grant)
+	if len(f.Extents) > 0 {
+		b = msgp.AppendString(b, fieldExtents)
+		b = msgp.AppendArrayHeader(b, uint32(len(f.Extents)))
+		for _, e := range f.Extents {
+			b = msgp.AppendArrayHeader(b, 2)
+			b = msgp.AppendUint64(b, uint64(e[0]))
+			b = msgp.AppendUint64(b, uint64(e[1]))
+		}
+	}
+	b = optionalInt(b, fieldBytes, f.Bytes)
+	b = optionalInt(b, fieldLease, f.LeaseMS)
+	if f.Sum != nil {
+		b = msgp.AppendString(b, fieldSum)
+		b = msgp.AppendUint64(b, *f.Sum)
+	}
+	if len(f.Planes) > 0 {
+		b = msgp.AppendString(b, fieldPlanes)
+		b = msgp.AppendArrayHeader(b, uint32(len(f.Planes)))
+		for i := range f.Planes {
+			p := &f.Planes[i]
+			b = msgp.AppendMapHeader(b, 1+count(len(p.Metadata) > 0, len(p.Token) > 0))
+			b = appendStr(b, fieldName, p.Name)
+			b = optionalBin(b, fieldMetadata, p.Metadata)
+			b = optionalBin(b, fieldToken, p.Token)
+		}
+	}
+	return b
+}
+
+func count(present ...bool) (n uint32) {
+	for _, p := range present {
+		if p {
+			n++
+		}
+	}
+	return n
+}
+
+func header(b []byte, fields uint32, tag string) []byte {
+	b = msgp.AppendMapHeader(b, fields)
+	return appendStr(b, fieldType, tag)
+}
+
+func appendV(b []byte, v int) []byte {
+	if v == 0 {
+		v = ExtensionVersion
+	}
+	b = msgp.AppendString(b, fieldV)
+	return appendInt(b, int64(v))
+}
+
+func appendStr(b []byte, name, v string) []byte {
+	b = msgp.AppendString(b, name)
+	return msgp.AppendString(b, v)
+}
+
+// appendInt writes the shortest form as the peers do: unsigned where it can be (msgp.AppendInt64 would write 128 as an int16).
+func appendInt(b []byte, v int64) []byte {
+	if v >= 0 {
+		return msgp.AppendUint64(b, uint64(v))
+	}
+	return msgp.AppendInt64(b, v)
+}
+
+func optionalStr(b []byte, name, v string) []byte {
+	if v == "" {
+		return b
+	}
+	return appendStr(b, name, v)
+}
+
+func optionalBin(b []byte, name string, v []byte) []byte {
+	if len(v) == 0 {
+		return b
+	}
+	b = msgp.AppendString(b, name)
+	return msgp.AppendBytes(b, v)
+}
+
+func optionalUint(b []byte, name string, v uint64) []byte {
+	if v == 0 {
+		return b
+	}
+	b = msgp.AppendString(b, name)
+	return msgp.AppendUint64(b, v)
+}
+
+func optionalInt(b []byte, name string, v int64) []byte {
+	if v == 0 {
+		return b
+	}
+	b = msgp.AppendString(b, name)
+	return appendInt(b, v)
+}
+
+func optionalTrue(b []byte, name string, v bool) []byte {
+	if !v {
+		return b
+	}
+	b = msgp.AppendString(b, name)
+	return msgp.AppendBool(b, true)
+}
