@@ -330,6 +330,8 @@ func (r *reader) ferryRequest() (*FerryRequest, error) {
 			f.Sum, err = r.bool()
 		case fieldParts:
 			f.Compat, err = r.compat()
+		case fieldTry:
+			f.Try, err = r.uint(math.MaxUint64)
 		default:
 			err = r.skip()
 		}
@@ -400,6 +402,8 @@ func (r *reader) ferryAck() (*FerryAck, error) {
 		switch string(name) {
 		case fieldV:
 			err = r.version()
+		case fieldTry:
+			f.Try, err = r.uint(math.MaxUint64)
 		case fieldNode:
 			f.Node, err = r.text(MaxNode)
 		case fieldEpoch:

@@ -78,7 +78,7 @@ func appendCheck(b []byte, tag, key, session, grant string, gen uint64, flag str
 
 func appendFerryRequest(b []byte, f *FerryRequest) []byte {
 	parts := f.Compat != Compat{}
-	b = msgp.AppendMapHeader(b, 1+count(f.Node != "", f.Epoch != 0, len(f.Planes) > 0, f.Sum, parts))
+	b = msgp.AppendMapHeader(b, 1+count(f.Node != "", f.Epoch != 0, len(f.Planes) > 0, f.Sum, parts, f.Try != 0))
 	b = appendV(b, f.V)
 	b = optionalStr(b, fieldNode, f.Node)
 	b = optionalUint(b, fieldEpoch, f.Epoch)
@@ -99,13 +99,14 @@ func appendFerryRequest(b []byte, f *FerryRequest) []byte {
 		b = optionalStr(b, fieldDtype, c.Dtype)
 		b = optionalInt(b, fieldBlockBytes, c.BlockBytes)
 	}
-	return b
+	return optionalUint(b, fieldTry, f.Try)
 }
 
 func appendFerryAck(b []byte, f *FerryAck) []byte {
-	b = msgp.AppendMapHeader(b, 1+count(f.Node != "", f.Epoch != 0, f.Gen != 0, f.Slot != 0, f.Grant != "", len(f.Extents) > 0,
+	b = msgp.AppendMapHeader(b, 1+count(f.Try != 0, f.Node != "", f.Epoch != 0, f.Gen != 0, f.Slot != 0, f.Grant != "", len(f.Extents) > 0,
 		f.Bytes != 0, f.LeaseMS != 0, f.Sum != nil, len(f.Planes) > 0))
 	b = appendV(b, f.V)
+	b = optionalUint(b, fieldTry, f.Try)
 	b = optionalStr(b, fieldNode, f.Node)
 	b = optionalUint(b, fieldEpoch, f.Epoch)
 	b = optionalUint(b, fieldGen, f.Gen)

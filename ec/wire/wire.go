@@ -103,11 +103,13 @@ type FerryRequest struct {
 	Planes []string // by preference
 	Sum    bool     // wants the checksum if there is one
 	Compat Compat   // the parts of the compatibility hash, so that a mismatch can name the field
+	Try    uint64   // counts the requests of one connection; the ack echoes it, so that a late ack is told from the one awaited
 }
 
-// FerryAck is the extension of an ack.
+// FerryAck is the extension of an ack, also of a NACK (then only V, Node, Epoch and Try are set).
 type FerryAck struct {
-	V       int // extension version; 0 is written as ExtensionVersion
+	V       int    // extension version; 0 is written as ExtensionVersion
+	Try     uint64 // of the request
 	Node    string
 	Epoch   uint64
 	Gen     uint64      // generation of the entry
@@ -172,6 +174,7 @@ const (
 	fieldPlanes   = "planes"
 	fieldSum      = "sum"
 	fieldParts    = "compat"
+	fieldTry      = "try"
 	fieldGen      = "gen"
 	fieldSlot     = "slot"
 	fieldGrant    = "grant"
