@@ -118,14 +118,6 @@ type slotTable interface {
 	Load(i int) (region.Slot, error)
 }
 
-// allocator is what the cache needs of region.Allocator.
-type allocator interface {
-	Alloc(n, maxExtents int) ([]region.Extent, bool)
-	Free(e []region.Extent) error
-	Take(e []region.Extent) error
-	FreeBlocks() int
-}
-
 // Cache keeps the entries of one pool. All methods are safe for concurrent use and do no I/O and no waiting: a call that cannot
 // be served now says so at once.
 //
@@ -142,7 +134,7 @@ type Cache struct {
 
 	mu        sync.Mutex
 	slots     slotTable
-	alloc     allocator
+	alloc     *region.Allocator
 	entries   map[string]*entry // filling and ready
 	bySlot    []*entry          // also quarantined
 	freeSlots []int32           // a stack
@@ -151,9 +143,10 @@ type Cache struct {
 	heldOrder ring[entry] // entries with a hold, by their newest
 	held      tally       // what heldOrder has
 	tally     [classes]tally
-	plan      []*entry // of makeRoom, kept for its memory
-	stuck     int      // so many blocks, or more, are known not to fit in MaxExtents pieces even if all that may go went
-	seq       uint64   // of commits
+	plan      []*entry                         // of makeRoom, kept for its memory
+	found     [region.MaxExtents]region.Extent // by makeRoom
+	stuck     int                              // so many blocks, or more, are known not to fit in MaxExtents pieces even if all that may go went
+	seq       uint64                           // of commits
 	absent    map[string]chan struct{}
 	stats     Stats // the counters only
 }
@@ -164,10 +157,10 @@ func NewCache(o CacheOptions) (*Cache, error) {
 		return nil, fmt.Errorf("%w: no region", ErrOptions)
 	}
 	g := o.Region.Geometry()
-	return newCache(o, g, o.Region.Pool(), o.Region.Slots(), region.NewAllocator(g.Blocks))
+	return newCache(o, g, o.Region.Pool(), o.Region.Slots())
 }
 
-func newCache(o CacheOptions, g region.Geometry, pool []byte, slots slotTable, alloc allocator) (*Cache, error) {
+func newCache(o CacheOptions, g region.Geometry, pool []byte, slots slotTable) (*Cache, error) {
 	if o.HoldLease == 0 {
 		o.HoldLease = DefaultHoldLease
 	}
@@ -191,7 +184,7 @@ func newCache(o CacheOptions, g region.Geometry, pool []byte, slots slotTable, a
 		maxHeld:    int(o.HoldShare * float64(g.Blocks)),
 		start:      time.Now(),
 		slots:      slots,
-		alloc:      alloc,
+		alloc:      region.NewAllocator(g.Blocks),
 		entries:    make(map[string]*entry),
 		bySlot:     make([]*entry, slots.Len()),
 		freeSlots:  make([]int32, 0, slots.Len()),

@@ -3,6 +3,7 @@ package ec
 import (
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/tensorferry/tensorferry/region"
 )
@@ -51,9 +52,10 @@ func (c *Cache) Reserve(key string, s Spec, owner uint64) (*Reservation, error) 
 		c.mu.Unlock()
 		return nil, full
 	}
-	e := &entry{key: key, spec: s, blocks: int(blocks), extents: extents, owner: owner, phase: phaseFilling}
+	e := &entry{key: key, spec: s, blocks: int(blocks), owner: owner, phase: phaseFilling}
 	copy(e.shape[:], s.Shape)
 	e.spec.Shape = e.shape[:]
+	e.extents = slices.Clip(append(e.one[:0], extents...))
 	e.res = Reservation{c: c, e: e}
 	err = c.enter(e)
 	c.mu.Unlock()
@@ -88,12 +90,12 @@ func (c *Cache) enter(e *entry) error {
 }
 
 // makeRoom allocates n blocks and sees to a free slot. It tries in the allocator what evicting one entry after another would
-// give, and evicts only once it is known that this does; else the allocator is put back as it was.
+// give, and evicts only once it is known that this does; else the allocator is put back as it was. The extents are c.found.
 func (c *Cache) makeRoom(n int) (extents []region.Extent, due []notice, ok bool) {
 	haveSlot := len(c.freeSlots) > 0
 	free := c.alloc.FreeBlocks()
 	if haveSlot && free >= n {
-		if x, ok := c.alloc.Alloc(n, region.MaxExtents); ok {
+		if x, ok := c.alloc.AppendAlloc(c.found[:0], n, region.MaxExtents); ok {
 			return x, nil, true
 		}
 	}
@@ -112,7 +114,7 @@ func (c *Cache) makeRoom(n int) (extents []region.Extent, due []notice, ok bool)
 		plan = append(plan, v)
 		c.giveBack(v.extents)
 		if c.alloc.FreeBlocks() >= n {
-			extents, ok = c.alloc.Alloc(n, region.MaxExtents)
+			extents, ok = c.alloc.AppendAlloc(c.found[:0], n, region.MaxExtents)
 		}
 	}
 	if !ok {

@@ -40,6 +40,7 @@ type entry struct {
 	shape   [2]int64 // memory of spec.Shape
 	blocks  int
 	extents []region.Extent
+	one     [1]region.Extent // memory of extents, mostly
 	slot    int
 	gen     uint64
 	owner   uint64
