@@ -1,0 +1,103 @@
+package nixl
+
+import (
+	"fmt"
+	"math"
+	"unsafe"
+)
+
+// MemoryType is where memory lies (nixl_capi_mem_type_t).
+type MemoryType int32
+
+const (
+	DRAM   MemoryType = 0
+	VRAM   MemoryType = 1
+	Block  MemoryType = 2
+	Object MemoryType = 3
+	File   MemoryType = 4
+)
+
+// String gives NIXL's name.
+func (t MemoryType) String() string {
+	names := [...]string{"DRAM", "VRAM", "BLOCK", "OBJECT", "FILE"}
+	if t < 0 || int(t) >= len(names) {
+		return fmt.Sprintf("memory type %d", int32(t))
+	}
+	return names[t]
+}
+
+// Range is a piece of memory by address.
+type Range struct {
+	Addr   uintptr
+	Len    uint64 // bytes, > 0
+	Device uint64 // device number; 0 for DRAM
+}
+
+// RangeOf names the bytes of b, which must lie outside the Go heap (an mmap, C memory) and stay there.
+func RangeOf(b []byte) Range {
+	return Range{Addr: uintptr(unsafe.Pointer(unsafe.SliceData(b))), Len: uint64(len(b))}
+}
+
+func checkRanges(what string, ranges []Range) (total uint64, err error) {
+	if len(ranges) == 0 {
+		return 0, fmt.Errorf("%w: %s: no ranges", ErrBadArgument, what)
+	}
+	for i, r := range ranges {
+		if r.Addr == 0 || r.Len == 0 || uint64(r.Addr) > math.MaxUint64-r.Len {
+			return 0, fmt.Errorf("%w: %s: range %d is address %#x, %d bytes", ErrBadArgument, what, i, r.Addr, r.Len)
+		}
+		if total > math.MaxUint64-r.Len {
+			return 0, fmt.Errorf("%w: %s: total length overflows", ErrBadArgument, what)
+		}
+		total += r.Len
+	}
+	return total, nil
+}
+
+// Registration is memory that peers may READ and WRITE, and that own requests may name.
+type Registration struct {
+	agent  *Agent
+	h      handle
+	typ    MemoryType
+	ranges []Range
+}
+
+// Register offers ranges to peers, for the given backends (none: all of the agent's). The memory must stay mapped until Close.
+// The ranges of live registrations of one agent must not overlap.
+func (a *Agent) Register(t MemoryType, ranges []Range, backends ...*Backend) (*Registration, error) {
+	if _, err := checkRanges("register", ranges); err != nil {
+		return nil, err
+	}
+	if err := a.enter(); err != nil {
+		return nil, err
+	}
+	defer a.leave()
+	handles, err := a.backendHandles(backends)
+	if err != nil {
+		return nil, err
+	}
+	r := &Registration{agent: a, typ: t, ranges: append([]Range(nil), ranges...)}
+	if err := a.addRegistration(r); err != nil {
+		return nil, err
+	}
+	h, s := a.c.register(a.h, t, ranges, handles)
+	if s != StatusSuccess {
+		a.dropRegistration(r)
+		return nil, s.err(fmt.Sprintf("register %d ranges of %s", len(ranges), t))
+	}
+	r.h = h
+	return r, nil
+}
+
+// Close withdraws the memory: new READs of peers fail, one under way may still touch it (see the package's rules).
+// Closing twice, or after the agent, is no error.
+func (r *Registration) Close() error {
+	if err := r.agent.enter(); err != nil {
+		return nil
+	}
+	defer r.agent.leave()
+	if !r.agent.dropRegistration(r) {
+		return nil
+	}
+	return r.agent.c.deregister(r.agent.h, r.h).err("deregister")
+}
