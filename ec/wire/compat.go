@@ -52,8 +52,8 @@ func (c Compat) appendJSON(b []byte) []byte {
 	return append(b, ']')
 }
 
-// appendJSONString quotes s as Python's json.dumps does by default: everything from 0x20 to 0x7f stands for itself but the quote
-// and the backslash. encoding/json escapes other characters, so the hash would differ.
+// appendJSONString quotes s as Python's json.dumps does by default: everything from 0x20 to 0x7e stands for itself but the quote
+// and the backslash. encoding/json escapes other characters (not DEL, but <, > and &), so the hash would differ.
 func appendJSONString(b []byte, s string) []byte {
 	b = append(b, '"')
 	for i := 0; i < len(s); {
@@ -77,7 +77,7 @@ func appendJSONString(b []byte, s string) []byte {
 			b = append(b, `\f`...)
 		default:
 			switch {
-			case r >= 0x20 && r < utf8.RuneSelf:
+			case r >= 0x20 && r <= '~':
 				b = append(b, byte(r))
 			case r > 0xffff:
 				high, low := utf16.EncodeRune(r)

@@ -13,7 +13,7 @@ import (
 func AppendRequest(b []byte, r *Request, generation int) []byte {
 	explicit := r.Version != 0 && r.Version != generation
 	n := 3 + count(r.Session != "", explicit, r.Ferry != nil)
-	b = slices.Grow(b, 128+len(r.Key)+len(r.CompatHash)+len(r.Session))
+	b = slices.Grow(b, 128+len(r.Key)+len(r.CompatHash)+len(r.Session)+r.Ferry.room())
 	b = header(b, n, tagRequest)
 	b = appendStr(b, fieldKey, r.Key)
 	b = appendStr(b, fieldCompat, r.CompatHash)
@@ -32,7 +32,7 @@ func AppendRequest(b []byte, r *Request, generation int) []byte {
 // AppendAck encodes a. A NACK as the peers send it has only Key and Status set.
 func AppendAck(b []byte, a *Ack) []byte {
 	n := 3 + count(a.Session != "", len(a.Blocks) > 0, len(a.AgentMetadata) > 0, len(a.MemDescriptor) > 0, a.Ferry != nil)
-	b = slices.Grow(b, 160+len(a.Key)+len(a.Session)+5*len(a.Blocks)+len(a.AgentMetadata)+len(a.MemDescriptor))
+	b = slices.Grow(b, 160+len(a.Key)+len(a.Session)+5*len(a.Blocks)+len(a.AgentMetadata)+len(a.MemDescriptor)+a.Ferry.room())
 	b = header(b, n, tagAck)
 	b = appendStr(b, fieldKey, a.Key)
 	b = msgp.AppendString(b, fieldStatus)
@@ -139,6 +139,31 @@ func appendFerryAck(b []byte, f *FerryAck) []byte {
 		}
 	}
 	return b
+}
+
+// room is at least the encoded size, names included.
+func (f *FerryRequest) room() int {
+	if f == nil {
+		return 0
+	}
+	n := 192 + len(f.Node) + len(f.Compat.VLLMVersion) + len(f.Compat.Model) + len(f.Compat.Dtype)
+	for _, p := range f.Planes {
+		n += 5 + len(p)
+	}
+	return n
+}
+
+// room is at least the encoded size, names included.
+func (f *FerryAck) room() int {
+	if f == nil {
+		return 0
+	}
+	n := 192 + len(f.Node) + len(f.Grant) + 11*len(f.Extents)
+	for i := range f.Planes {
+		p := &f.Planes[i]
+		n += 40 + len(p.Name) + len(p.Metadata) + len(p.Token)
+	}
+	return n
 }
 
 func count(present ...bool) (n uint32) {
