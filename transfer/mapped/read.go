@@ -1,0 +1,77 @@
+package mapped
+
+import (
+	"fmt"
+	"runtime/debug"
+	"sync"
+	"sync/atomic"
+
+	"github.com/tensorferry/tensorferry/transfer"
+	"github.com/tensorferry/tensorferry/transfer/internal/span"
+)
+
+// Sizes that were measured (bench/results). A goroutine's start costs about as much as copying 64 KiB; a second copier pays from
+// about 4 MiB; pieces bound how late a cancel is noticed.
+const (
+	inlineBytes   = 64 << 10
+	parallelBytes = 4 << 20
+	pieceBytes    = 1 << 20
+)
+
+// read is a READ: pieces that workers take one by one.
+type read struct {
+	pieces []span.Piece
+	next   atomic.Int64
+	failed atomic.Pointer[error] // the first reason to stop
+	err    error                 // set before done is closed
+	done   chan struct{}
+}
+
+func newRead(pieces []span.Piece) *read { return &read{pieces: pieces, done: make(chan struct{})} }
+
+// run copies with that many goroutines, this one included, and closes done.
+func (r *read) run(workers int) {
+	var wg sync.WaitGroup
+	for range workers - 1 {
+		wg.Go(r.work)
+	}
+	r.work()
+	wg.Wait()
+	if err := r.failed.Load(); err != nil {
+		r.err = *err
+	}
+	close(r.done)
+}
+
+// work takes pieces until there are none. A page that the file no longer has (its owner truncated it) faults: the READ then fails
+// and the process lives.
+func (r *read) work() {
+	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
+	defer func() {
+		switch p := recover().(type) {
+		case nil:
+		case interface{ Addr() uintptr }:
+			r.stop(fmt.Errorf("%w: mapped: fault at %#x: the file was cut short", transfer.ErrPeerLost, p.Addr()))
+		default:
+			panic(p)
+		}
+	}()
+	for r.failed.Load() == nil {
+		i := int(r.next.Add(1)) - 1
+		if i >= len(r.pieces) {
+			return
+		}
+		copy(r.pieces[i].Dst, r.pieces[i].Src)
+	}
+}
+
+func (r *read) stop(err error) { r.failed.CompareAndSwap(nil, &err) }
+
+// Done implements transfer.Read.
+func (r *read) Done() <-chan struct{} { return r.done }
+
+// Err implements transfer.Read.
+func (r *read) Err() error { return r.err }
+
+// Cancel implements transfer.Read. Pieces that are being copied are still finished.
+func (r *read) Cancel() { r.stop(fmt.Errorf("mapped: %w", transfer.ErrCanceled)) }
