@@ -2,7 +2,13 @@ package ec
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"time"
 
 	"github.com/tensorferry/tensorferry/control"
 	"github.com/tensorferry/tensorferry/ec/wire"
@@ -16,7 +22,13 @@ type ProducerOptions struct {
 	Node       string
 	Epoch      uint64
 	Timeouts   Timeouts
-	Log        *slog.Logger
+	Log        *slog.Logger // nil: slog.Default()
+
+	// SourceShare and TotalShare are the parts of a pool's blocks that may be under grants to one source address (default
+	// 0.25) and to all together (default 0.5). A source, or the pool, with fewer than 1,024 grants is never refused by them.
+	// A request over a limit is answered MISSING, so that the peer encodes for itself at once; NOT_READY would make it ask
+	// again and again.
+	SourceShare, TotalShare float64
 }
 
 // ServedPool is one pool on offer. Requests are matched to pools by the compatibility hash.
@@ -27,18 +39,458 @@ type ServedPool struct {
 	Planes []transfer.Plane // by preference
 }
 
-// Producer answers peers that ask for entries of its pools: pin, grant, ack, and let go at verify, notification or lease.
-// It answers on the control loop's goroutine, at once, whatever any engine does.
-type Producer struct{}
+// PlainServer is implemented by a Registration that unmodified peers, which know no `ferry` map, can READ: a NIXL agent.
+// Both methods are called on the control goroutine and must not block.
+type PlainServer interface {
+	// AgentMetadata is what such a peer adds as a remote agent. It differs from one agent incarnation to the next.
+	AgentMetadata() []byte
+	// MemDescriptor describes every block of the pool, in order. The caller does not change it.
+	MemDescriptor() []byte
+}
 
-// NewProducer registers the pools with their planes.
-func NewProducer(ctx context.Context, o ProducerOptions) (*Producer, error) { return nil, ErrSpec }
+// messenger is what a Producer needs of a control.Router.
+type messenger interface {
+	Send(id string, body []byte) error
+}
+
+// offering is a registration of a pool on one plane.
+type offering struct {
+	name   string
+	tokens bool
+	reg    transfer.Registration
+}
+
+// servedPool is a ServedPool that is registered.
+type servedPool struct {
+	cache     *Cache
+	compat    wire.Compat
+	blocks    int
+	offerings []offering
+	plain     PlainServer // nil: no plane of this pool speaks to plain peers
+	plainName string
+
+	// Under the producer's lock: what is granted of this pool, in all and by source.
+	total    usage
+	bySource map[string]usage
+}
+
+// Producer answers peers that ask for entries of its pools: pin, grant, ack, and let go at verify, notification or lease.
+// It answers on the control loop's goroutine, at once, whatever any engine does: it takes no lock that is held during I/O or a
+// copy, and memory is revoked, which may wait for a plane, on a goroutine of its own.
+type Producer struct {
+	o     ProducerOptions
+	lease time.Duration
+	log   *throttledLog
+	pools map[string]*servedPool // by compatibility hash
+	order []*servedPool          // as configured
+
+	mu     sync.Mutex
+	router messenger
+	grants grantTable
+	timer  *time.Timer // next lease to end
+	stats  ProducerStats
+	closed bool
+
+	reaper *reaper
+}
+
+// NewProducer registers the pools with their planes. Registrations are undone if it fails.
+func NewProducer(ctx context.Context, o ProducerOptions) (*Producer, error) {
+	if o.Generation != wire.Generation1 && o.Generation != wire.Generation2 {
+		return nil, fmt.Errorf("ec: protocol generation %d: want 1 or 2", o.Generation)
+	}
+	if o.SourceShare == 0 {
+		o.SourceShare = 0.25
+	}
+	if o.TotalShare == 0 {
+		o.TotalShare = 0.5
+	}
+	if o.SourceShare < 0 || o.SourceShare > 1 || o.TotalShare < 0 || o.TotalShare > 1 {
+		return nil, fmt.Errorf("ec: shares of grants %v and %v: want 0 to 1", o.SourceShare, o.TotalShare)
+	}
+	p := &Producer{
+		o:      o,
+		lease:  o.Timeouts.WithDefaults().GrantLease,
+		log:    newThrottledLog(o.Log),
+		pools:  map[string]*servedPool{},
+		grants: newGrantTable(),
+		reaper: newReaper(),
+	}
+	for _, sp := range o.Pools {
+		if err := p.register(ctx, sp); err != nil {
+			return nil, errors.Join(err, p.Close())
+		}
+	}
+	return p, nil
+}
+
+func (p *Producer) register(ctx context.Context, sp ServedPool) error {
+	hash := sp.Compat.Hash()
+	if _, twice := p.pools[hash]; twice {
+		return fmt.Errorf("ec: two pools with the same compatibility hash (%s)", describe(sp.Compat))
+	}
+	pool := &servedPool{cache: sp.Cache, compat: sp.Compat, blocks: sp.Cache.Stats().Blocks, bySource: map[string]usage{}}
+	p.pools[hash] = pool
+	p.order = append(p.order, pool)
+	for _, plane := range sp.Planes {
+		reg, err := plane.Register(ctx, sp.Memory, p.notified)
+		if err != nil {
+			return fmt.Errorf("ec: register the pool on plane %s: %w", plane.Name(), err)
+		}
+		pool.offerings = append(pool.offerings, offering{plane.Name(), plane.Capabilities().Tokens, reg})
+		if ps, ok := reg.(PlainServer); ok && pool.plain == nil {
+			pool.plain, pool.plainName = ps, plane.Name()
+		}
+	}
+	return nil
+}
 
 // Serve is called with the router once it is bound; Message may be called from then on.
-func (p *Producer) Serve(r *control.Router) {}
+func (p *Producer) Serve(r *control.Router) { p.serve(r) }
 
-// Message implements control.RouterHandler.
-func (p *Producer) Message(from control.Source, body []byte) {}
+func (p *Producer) serve(m messenger) {
+	p.mu.Lock()
+	p.router = m
+	p.mu.Unlock()
+}
 
-// Close releases all grants and registrations.
-func (p *Producer) Close() error { return nil }
+// Message implements control.RouterHandler. It never waits.
+func (p *Producer) Message(from control.Source, body []byte) {
+	m, err := wire.DecodeAtProducer(body, p.o.Generation)
+	if err != nil {
+		p.count(func(s *ProducerStats) { s.BadFrames++ })
+		p.log.warn("bad frame", from.Addr, "a frame was dropped", "bytes", len(body), "err", err)
+		return
+	}
+	switch m := m.(type) {
+	case *wire.Request:
+		p.request(from, m)
+	case *wire.Verify:
+		p.verify(from, m)
+	}
+}
+
+// request answers one XferReq.
+func (p *Producer) request(from control.Source, r *wire.Request) {
+	own := r.Ferry != nil && r.Ferry.V >= wire.ExtensionVersion
+	ack := wire.Ack{Key: r.Key}
+	if own {
+		ack.Ferry = &wire.FerryAck{V: wire.ExtensionVersion, Try: r.Ferry.Try, Node: p.o.Node, Epoch: p.o.Epoch}
+	}
+	var fresh *grant
+	pool, status := p.screen(from, r)
+	if status == wire.OK {
+		fresh, status = p.grant(from, r, pool, own, &ack)
+	}
+	ack.Status = status
+	p.count(func(s *ProducerStats) {
+		if int(status) < len(s.Acks) {
+			s.Acks[status]++
+		}
+	})
+	if err := p.send(from.ID, wire.AppendAck(nil, &ack)); err != nil && fresh != nil {
+		// Nobody will ever hear of this grant.
+		p.end(fresh, endLetGo)
+	}
+}
+
+// screen does the checks that need no entry, in the peers' order: version, compatibility hash, session.
+func (p *Producer) screen(from control.Source, r *wire.Request) (*servedPool, wire.Status) {
+	if r.Version != p.o.Generation {
+		p.log.warn("version", from.Addr, "a peer speaks another connector version: answered NACK_VERSION",
+			"theirs", r.Version, "ours", p.o.Generation, "fix", "set ec_protocol to the peers' version")
+		return nil, wire.NackVersion
+	}
+	pool := p.pools[r.CompatHash]
+	if pool == nil {
+		p.logMismatch(from, r)
+		return nil, wire.NackIncompat
+	}
+	if r.Session == "" {
+		p.log.warn("session", from.Addr, "a request names no session: answered NACK_INTERNAL", "key", r.Key)
+		return nil, wire.NackInternal
+	}
+	return pool, wire.OK
+}
+
+// grant pins the entry and fills in the ack. It returns the grant if it is new, so that it can be taken back if the ack cannot
+// be sent.
+func (p *Producer) grant(from control.Source, r *wire.Request, pool *servedPool, own bool, ack *wire.Ack) (*grant, wire.Status) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed {
+		return nil, wire.NackInternal
+	}
+	id := grantKey{r.Session, r.Key}
+	if g := p.grants.byKey[id]; g != nil && g.pool == pool && g.plain == !own {
+		p.grants.renew(g, from.ID, time.Now().Add(p.lease))
+		p.arm()
+		p.stats.Renewals++
+		p.fill(ack, g, r)
+		return nil, wire.OK
+	}
+
+	pin, err := pool.cache.Pin(r.Key)
+	switch {
+	case errors.Is(err, ErrNotReady):
+		return nil, wire.NackNotReady
+	case err != nil:
+		return nil, wire.NackMissing
+	}
+	g := &grant{key: id, pool: pool, pin: pin, info: pin.Info(), conn: from.ID, source: source(from), plain: !own}
+	for _, e := range g.info.Extents {
+		g.blocks += int(e.Count)
+	}
+	if status := p.offer(from, r, g); status != wire.OK {
+		pin.Release()
+		return nil, status
+	}
+	g.expires = time.Now().Add(p.lease)
+	p.grants.add(g)
+	p.arm()
+	p.stats.Granted++
+	p.stats.BytesGranted += uint64(g.info.Spec.Bytes)
+	p.fill(ack, g, r)
+	return g, wire.OK
+}
+
+// offer decides whether the grant may be made and readies it on the planes that it will be read by. On anything but OK nothing
+// is left on any plane.
+func (p *Producer) offer(from control.Source, r *wire.Request, g *grant) wire.Status {
+	if why := p.overLimit(g); why != "" {
+		p.stats.Capped++
+		p.log.warn("capped", from.Addr, "a peer is over a limit of grants: answered NACK_MISSING", "limit", why)
+		return wire.NackMissing
+	}
+	if g.plain {
+		if g.pool.plain == nil {
+			p.stats.PlainRefused++
+			p.log.warn("plain", from.Addr, "a peer without the ferry extension asks, but no data plane here can serve it: answered NACK_INTERNAL",
+				"key", r.Key, "planes", g.pool.planes(), "fix", "start this node with the nixl plane, or use Tensorferry's connector on the other end")
+			return wire.NackInternal
+		}
+		g.id = newGrantID()
+		return wire.OK
+	}
+	g.id = newGrantID()
+	for _, name := range r.Ferry.Planes {
+		i := slices.IndexFunc(g.pool.offerings, func(o offering) bool { return o.name == name })
+		if i < 0 || slices.ContainsFunc(g.offers, func(o wire.PlaneOffer) bool { return o.Name == name }) {
+			continue
+		}
+		o := g.pool.offerings[i]
+		var token []byte
+		if o.tokens {
+			t, err := o.reg.Grant(g.id, spansOf(g.info.Extents, g.pool.compat.BlockBytes, g.info.Spec.Bytes))
+			if err != nil {
+				p.log.warn("grant", from.Addr, "a data plane refused a grant and is left out of the ack", "plane", name, "key", r.Key, "err", err)
+				continue
+			}
+			token = t
+			g.revoke = append(g.revoke, o.reg)
+		}
+		g.offers = append(g.offers, wire.PlaneOffer{Name: name, Metadata: o.reg.Metadata(), Token: token})
+	}
+	if len(g.offers) == 0 {
+		p.log.warn("planes", from.Addr, "a peer and this node have no data plane in common: answered NACK_INTERNAL",
+			"key", r.Key, "theirs", r.Ferry.Planes, "ours", g.pool.planes())
+		return wire.NackInternal
+	}
+	return wire.OK
+}
+
+// fill writes what an OK ack says about a grant.
+func (p *Producer) fill(ack *wire.Ack, g *grant, r *wire.Request) {
+	ack.Session = g.key.session
+	if g.plain {
+		for _, e := range g.info.Extents {
+			for b := e.Start; b < e.Start+e.Count; b++ {
+				ack.Blocks = append(ack.Blocks, b)
+			}
+		}
+		ack.AgentMetadata = g.pool.plain.AgentMetadata()
+		if p.grants.descriptorDue(g.key.session, ack.AgentMetadata) {
+			ack.MemDescriptor = g.pool.plain.MemDescriptor()
+		}
+		return
+	}
+	f := ack.Ferry
+	f.Gen, f.Slot, f.Grant = g.info.Gen, uint32(g.info.Slot), g.id
+	f.Bytes = g.info.Spec.Bytes
+	f.LeaseMS = p.lease.Milliseconds()
+	for _, e := range g.info.Extents {
+		f.Extents = append(f.Extents, [2]uint32{e.Start, e.Count})
+	}
+	if r.Ferry.Sum && g.info.HasChecksum {
+		sum := g.info.Checksum
+		f.Sum = &sum
+	}
+	f.Planes = g.offers
+}
+
+// verify ends a grant after its READ and says whether the bytes read were those granted: the grant is still there, so the entry
+// has been pinned all the while, and has the generation that was granted.
+func (p *Producer) verify(from control.Source, v *wire.Verify) {
+	p.mu.Lock()
+	g := p.grants.byID[v.Grant]
+	known := g != nil && !g.plain && g.key == grantKey{v.Session, v.Key}
+	p.mu.Unlock()
+	if v.Failed {
+		if known {
+			p.end(g, endLetGo)
+		}
+		return
+	}
+	ok := false
+	if known && g.info.Gen == v.Gen {
+		now, state := g.pool.cache.Lookup(v.Key)
+		// end is what decides a race with the lease: a grant that has just lapsed is no longer known.
+		ok = state == Ready && now.Gen == v.Gen && p.end(g, endVerified)
+	}
+	switch {
+	case ok:
+		g.pool.cache.DropHold(v.Key)
+	case known:
+		p.end(g, endLetGo)
+	}
+	p.count(func(s *ProducerStats) {
+		if ok {
+			s.VerifiesOK++
+		} else {
+			s.VerifiesFailed++
+		}
+	})
+	p.send(from.ID, wire.AppendVerified(nil, &wire.Verified{Key: v.Key, Session: v.Session, Grant: v.Grant, Gen: v.Gen, OK: ok}))
+}
+
+// notified is called by planes: the READ of a plain peer is complete. Own peers verify instead.
+func (p *Producer) notified(n transfer.Notification) {
+	session, key, err := wire.ParseNotification(n.Message)
+	if err != nil {
+		p.count(func(s *ProducerStats) { s.BadFrames++ })
+		p.log.warn("notification", "", "a notification was dropped", "err", err)
+		return
+	}
+	p.mu.Lock()
+	g := p.grants.byKey[grantKey{session, key}]
+	p.mu.Unlock()
+	if g != nil && g.plain && p.end(g, endVerified) {
+		g.pool.cache.DropHold(key)
+	}
+}
+
+// send is the only I/O of the control goroutine.
+func (p *Producer) send(id string, body []byte) error {
+	p.mu.Lock()
+	r := p.router
+	p.mu.Unlock()
+	err := control.ErrClosed
+	if r != nil {
+		err = r.Send(id, body)
+	}
+	if err != nil {
+		p.count(func(s *ProducerStats) { s.SendFailed++ })
+	}
+	return err
+}
+
+func (p *Producer) count(f func(*ProducerStats)) {
+	p.mu.Lock()
+	f(&p.stats)
+	p.mu.Unlock()
+}
+
+// logMismatch names the field by which a peer's compatibility hash differs from ours.
+func (p *Producer) logMismatch(from control.Source, r *wire.Request) {
+	const what = "a peer is not compatible: answered NACK_INCOMPAT"
+	if r.Ferry == nil {
+		ours := make([]string, 0, len(p.order))
+		for _, pool := range p.order {
+			ours = append(ours, pool.compat.Hash()+" of "+describe(pool.compat))
+		}
+		p.log.warn("incompatible", from.Addr, what, "theirs", r.CompatHash, "ours", strings.Join(ours, "; "),
+			"fix", "compare these four inputs with the peer's own")
+		return
+	}
+	p.log.warn("incompatible", from.Addr, what, "node", r.Ferry.Node, "differs", p.nearestDifference(r.Ferry.Compat))
+}
+
+// nearestDifference compares with the pool that differs in the fewest fields.
+func (p *Producer) nearestDifference(theirs wire.Compat) string {
+	var best []string
+	for i, pool := range p.order {
+		d := differences(theirs, pool.compat)
+		if i == 0 || len(d) < len(best) {
+			best = d
+		}
+	}
+	switch {
+	case len(p.order) == 0:
+		return "no pool is served here"
+	case len(best) == 0:
+		return "nothing but the hash itself, which does not match the fields sent with it"
+	}
+	return strings.Join(best, "; ")
+}
+
+func differences(theirs, ours wire.Compat) []string {
+	var d []string
+	field := func(name string, t, o any) {
+		if t != o {
+			d = append(d, fmt.Sprintf("%s: theirs %#v, ours %#v", name, t, o))
+		}
+	}
+	field("vllm_version", theirs.VLLMVersion, ours.VLLMVersion)
+	field("model", theirs.Model, ours.Model)
+	field("dtype", theirs.Dtype, ours.Dtype)
+	field("block_size_bytes", theirs.BlockBytes, ours.BlockBytes)
+	return d
+}
+
+func describe(c wire.Compat) string {
+	return fmt.Sprintf("vllm_version %q, model %q, dtype %q, block_size_bytes %d", c.VLLMVersion, c.Model, c.Dtype, c.BlockBytes)
+}
+
+func (sp *servedPool) planes() []string {
+	names := make([]string, len(sp.offerings))
+	for i, o := range sp.offerings {
+		names[i] = o.name
+	}
+	return names
+}
+
+// source is what grants are counted by: the peer's address, or its connection where that is not known.
+func source(from control.Source) string {
+	if from.Addr != "" {
+		return from.Addr
+	}
+	return "connection " + from.ID
+}
+
+// Close ends all grants and withdraws the pools from their planes: no byte of them is read by a peer after it returns.
+// Idempotent. The control loop may still call Message; it is answered NACK_INTERNAL.
+func (p *Producer) Close() error {
+	p.mu.Lock()
+	if p.closed {
+		p.mu.Unlock()
+		return nil
+	}
+	p.closed = true
+	if p.timer != nil {
+		p.timer.Stop()
+	}
+	ended := p.grants.removeAll()
+	p.mu.Unlock()
+
+	p.reaper.add(ended...)
+	p.reaper.close()
+	var errs []error
+	for _, pool := range p.order {
+		for _, o := range pool.offerings {
+			if err := o.reg.Close(); err != nil {
+				errs = append(errs, fmt.Errorf("ec: withdraw the pool from plane %s: %w", o.name, err))
+			}
+		}
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,383 @@
+package ec
+
+import (
+	"bytes"
+	"container/list"
+	"crypto/rand"
+	"encoding/hex"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/tensorferry/tensorferry/ec/wire"
+	"github.com/tensorferry/tensorferry/region"
+	"github.com/tensorferry/tensorferry/transfer"
+)
+
+// Limits of what peers may hold. Below minGrants no share of the pool refuses anything, so that a small pool can still serve.
+const (
+	minGrants          = 1024
+	maxSessions        = 4    // sessions with grants on one connection
+	maxDescriptors     = 8    // acks of one plain session that carry the descriptor before its first READ is complete
+	maxPlainSessions   = 4096 // plain sessions remembered, for the rule above
+	maxLogSubjects     = 256
+	logInterval        = 10 * time.Second
+	grantIDRandomBytes = 16
+)
+
+// grantKey names what a grant is for. Asking again under the same name renews the grant: one pin, however often it is asked.
+type grantKey struct{ session, key string }
+
+// grant is the right of one session to READ one entry, which stays pinned until the grant ends: by Verify (own peers), by the
+// READ's notification (plain peers), or by its lease (own peers only).
+//
+// Plain peers re-check nothing and may READ at any time after an ack, so no clock frees what they were granted: their grant is
+// burned when its lease ends, which only counts it.
+type grant struct {
+	id      string
+	key     grantKey
+	pool    *servedPool
+	pin     *Pin
+	info    Info
+	blocks  int
+	conn    string // routing id of the connection that asked last
+	source  string
+	plain   bool
+	burned  bool
+	offers  []wire.PlaneOffer
+	revoke  []transfer.Registration
+	expires time.Time
+	lease   *list.Element // place in grantTable.leases, nil if burned or over
+	over    bool
+}
+
+// usage counts grants.
+type usage struct{ grants, blocks int }
+
+// grantTable is the producer's grants and what follows from them. It is guarded by the producer's lock.
+type grantTable struct {
+	byKey    map[grantKey]*grant
+	byID     map[string]*grant
+	leases   *list.List                // of *grant, the next to end first: all leases are equally long, so a renewed one goes to the back
+	sessions map[string]map[string]int // connection -> session -> grants
+	plain    map[string]*plainSession  // by session
+	burned   usage
+}
+
+// plainSession is what decides whether an ack to a plain peer carries the descriptor of the whole region.
+type plainSession struct {
+	agent       []byte // metadata of the agent incarnation that the counts below are about
+	descriptors int
+	read        bool // a READ is complete, so the peer has the agent and its descriptor
+	grants      int
+}
+
+func newGrantTable() grantTable {
+	return grantTable{
+		byKey:    map[grantKey]*grant{},
+		byID:     map[string]*grant{},
+		leases:   list.New(),
+		sessions: map[string]map[string]int{},
+		plain:    map[string]*plainSession{},
+	}
+}
+
+func (t *grantTable) add(g *grant) {
+	t.byKey[g.key] = g
+	t.byID[g.id] = g
+	g.lease = t.leases.PushBack(g)
+	t.join(g)
+	g.pool.total.grants++
+	g.pool.total.blocks += g.blocks
+	u := g.pool.bySource[g.source]
+	g.pool.bySource[g.source] = usage{u.grants + 1, u.blocks + g.blocks}
+	if g.plain {
+		t.plainSession(g.key.session).grants++
+	}
+}
+
+// renew starts the lease anew. The connection may be another one: a peer that reconnects keeps its session.
+func (t *grantTable) renew(g *grant, conn string, expires time.Time) {
+	g.expires = expires
+	if g.conn != conn {
+		t.leave(g)
+		g.conn = conn
+		t.join(g)
+	}
+	if g.burned {
+		t.unburn(g)
+		g.lease = t.leases.PushBack(g)
+		return
+	}
+	t.leases.MoveToBack(g.lease)
+}
+
+// remove takes a grant out; false if it is over already.
+func (t *grantTable) remove(g *grant) bool {
+	if g.over {
+		return false
+	}
+	g.over = true
+	delete(t.byKey, g.key)
+	delete(t.byID, g.id)
+	if g.burned {
+		t.unburn(g)
+	} else {
+		t.leases.Remove(g.lease)
+	}
+	t.leave(g)
+	g.pool.total.grants--
+	g.pool.total.blocks -= g.blocks
+	if u := g.pool.bySource[g.source]; u.grants > 1 {
+		g.pool.bySource[g.source] = usage{u.grants - 1, u.blocks - g.blocks}
+	} else {
+		delete(g.pool.bySource, g.source)
+	}
+	if g.plain {
+		t.plainSession(g.key.session).grants--
+	}
+	return true
+}
+
+func (t *grantTable) removeAll() []*grant {
+	var all []*grant
+	for _, g := range t.byID {
+		t.remove(g)
+		all = append(all, g)
+	}
+	return all
+}
+
+// burn keeps a plain peer's grant after its lease.
+func (t *grantTable) burn(g *grant) {
+	t.leases.Remove(g.lease)
+	g.lease, g.burned = nil, true
+	t.burned.grants++
+	t.burned.blocks += g.blocks
+	// The peer may have dropped the ack that carried the descriptor.
+	s := t.plainSession(g.key.session)
+	s.descriptors, s.read = 0, false
+}
+
+func (t *grantTable) unburn(g *grant) {
+	g.burned = false
+	t.burned.grants--
+	t.burned.blocks -= g.blocks
+}
+
+func (t *grantTable) join(g *grant) {
+	s := t.sessions[g.conn]
+	if s == nil {
+		s = map[string]int{}
+		t.sessions[g.conn] = s
+	}
+	s[g.key.session]++
+}
+
+func (t *grantTable) leave(g *grant) {
+	s := t.sessions[g.conn]
+	if s[g.key.session]--; s[g.key.session] <= 0 {
+		delete(s, g.key.session)
+	}
+	if len(s) == 0 {
+		delete(t.sessions, g.conn)
+	}
+}
+
+// plainSession finds or makes one. Forgetting one that has no grants only means that a descriptor is sent once more.
+func (t *grantTable) plainSession(session string) *plainSession {
+	s := t.plain[session]
+	if s == nil {
+		if len(t.plain) >= maxPlainSessions {
+			for name, old := range t.plain {
+				if old.grants == 0 {
+					delete(t.plain, name)
+					break
+				}
+			}
+		}
+		s = &plainSession{}
+		t.plain[session] = s
+	}
+	return s
+}
+
+// descriptorDue decides whether an ack to that session must carry the descriptor, and counts it if so.
+func (t *grantTable) descriptorDue(session string, agent []byte) bool {
+	s := t.plainSession(session)
+	if !bytes.Equal(s.agent, agent) {
+		s.agent, s.descriptors, s.read = bytes.Clone(agent), 0, false
+	}
+	if s.read || s.descriptors >= maxDescriptors {
+		return false
+	}
+	s.descriptors++
+	return true
+}
+
+// overLimit names the limit that one more grant would break, or "".
+func (p *Producer) overLimit(g *grant) string {
+	if s := p.grants.sessions[g.conn]; s[g.key.session] == 0 && len(s) >= maxSessions {
+		return fmt.Sprintf("%d sessions a connection", maxSessions)
+	}
+	over := func(u usage, share float64) bool {
+		return u.grants >= minGrants && float64(u.blocks+g.blocks) > share*float64(g.pool.blocks)
+	}
+	if over(g.pool.bySource[g.source], p.o.SourceShare) {
+		return fmt.Sprintf("%.0f%% of the pool to one source", 100*p.o.SourceShare)
+	}
+	if over(g.pool.total, p.o.TotalShare) {
+		return fmt.Sprintf("%.0f%% of the pool to all peers", 100*p.o.TotalShare)
+	}
+	return ""
+}
+
+// How a grant ends.
+type ending uint8
+
+const (
+	endVerified ending = iota // its READ is complete
+	endLetGo                  // the peer gave it up, or could not be told of it
+)
+
+// end takes a grant out and has its memory let go; false if it was over already.
+func (p *Producer) end(g *grant, how ending) bool {
+	p.mu.Lock()
+	ok := p.grants.remove(g)
+	if ok && how == endLetGo {
+		p.stats.LetGo++
+	}
+	if ok && how == endVerified && g.plain {
+		p.grants.plainSession(g.key.session).read = true
+		p.stats.Notified++
+	}
+	p.mu.Unlock()
+	if ok {
+		p.reaper.add(g)
+	}
+	return ok
+}
+
+// arm sets the one timer to the next lease to end. Called with the lock held.
+func (p *Producer) arm() {
+	first := p.grants.leases.Front()
+	if first == nil {
+		return
+	}
+	d := time.Until(first.Value.(*grant).expires)
+	if p.timer == nil {
+		p.timer = time.AfterFunc(d, p.expire)
+		return
+	}
+	p.timer.Reset(d)
+}
+
+// expire ends the leases that are over.
+func (p *Producer) expire() {
+	p.mu.Lock()
+	if p.closed {
+		p.mu.Unlock()
+		return
+	}
+	now := time.Now()
+	var ended []*grant
+	for e := p.grants.leases.Front(); e != nil; e = p.grants.leases.Front() {
+		g := e.Value.(*grant)
+		if g.expires.After(now) {
+			break
+		}
+		p.stats.LeaseExpiries++
+		if g.plain {
+			p.grants.burn(g)
+			continue
+		}
+		p.grants.remove(g)
+		ended = append(ended, g)
+	}
+	p.arm()
+	p.mu.Unlock()
+	p.reaper.add(ended...)
+}
+
+// reaper revokes grants that have ended and then unpins their entries. A plane's Revoke may wait until a READ under way has
+// stopped, which the control goroutine must not.
+type reaper struct {
+	mu     sync.Mutex
+	queue  []*grant
+	wake   chan struct{} // capacity 1
+	closed bool
+	done   chan struct{}
+}
+
+func newReaper() *reaper {
+	r := &reaper{wake: make(chan struct{}, 1), done: make(chan struct{})}
+	go r.run()
+	return r
+}
+
+// add never waits. A grant on planes without tokens has nothing to revoke and is unpinned here.
+func (r *reaper) add(ended ...*grant) {
+	r.mu.Lock()
+	for _, g := range ended {
+		if len(g.revoke) == 0 {
+			g.pin.Release()
+			continue
+		}
+		r.queue = append(r.queue, g)
+	}
+	r.mu.Unlock()
+	r.signal()
+}
+
+func (r *reaper) signal() {
+	select {
+	case r.wake <- struct{}{}:
+	default:
+	}
+}
+
+func (r *reaper) run() {
+	defer close(r.done)
+	for range r.wake {
+		r.mu.Lock()
+		batch, closed := r.queue, r.closed
+		r.queue = nil
+		r.mu.Unlock()
+		for _, g := range batch {
+			for _, reg := range g.revoke {
+				reg.Revoke(g.id)
+			}
+			g.pin.Release()
+		}
+		if closed {
+			return
+		}
+	}
+}
+
+// close returns when everything added before is let go.
+func (r *reaper) close() {
+	r.mu.Lock()
+	r.closed = true
+	r.mu.Unlock()
+	r.signal()
+	<-r.done
+}
+
+// newGrantID is not guessable: who knows it may end the grant.
+func newGrantID() string {
+	var b [grantIDRandomBytes]byte
+	rand.Read(b[:])
+	return hex.EncodeToString(b[:])
+}
+
+// spansOf gives the bytes of an entry of that many bytes in those extents.
+func spansOf(extents []region.Extent, blockBytes, total int64) []region.Span {
+	spans := make([]region.Span, 0, len(extents))
+	for _, e := range extents {
+		s := region.Span{Offset: int64(e.Start) * blockBytes, Length: min(int64(e.Count)*blockBytes, total)}
+		total -= s.Length
+		spans = append(spans, s)
+	}
+	return spans
+}

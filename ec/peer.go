@@ -1,0 +1,411 @@
+package ec
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/tensorferry/tensorferry/ec/wire"
+	"github.com/tensorferry/tensorferry/transfer"
+)
+
+// peer is one producer's address: the connection to it, shared by all keys, and what is open to it on data planes.
+//
+// Lock order: Consumer.mu before peer.mu. The control goroutine takes peer.mu, so nothing that waits for that goroutine (dialling,
+// closing a connection) is done under it.
+type peer struct {
+	c       *Consumer
+	addr    string
+	session string // of this connection object; it outlives reconnects, so that asking again renews a grant
+	dialled sync.Once
+
+	// Under Consumer.mu.
+	refs int         // flights that use it
+	idle *time.Timer // closes it when nobody has for a while
+
+	mu      sync.Mutex
+	conn    conn
+	dialErr error
+	closed  bool
+	up      bool
+	changed chan struct{} // closed, and replaced, when up changes
+	since   time.Time     // when it was up last, or dialled
+	downErr error         // why it is not up
+	tries   uint64
+	flights map[string]*flight    // by key: those that expect messages
+	links   map[string]*planeLink // by name of plane
+}
+
+// acquire gives the peer of an address, connecting if need be, until release.
+func (c *Consumer) acquire(addr string) (*peer, error) {
+	c.mu.Lock()
+	if c.closed {
+		c.mu.Unlock()
+		return nil, ErrClosed
+	}
+	p := c.peers[addr]
+	if p == nil {
+		p = &peer{
+			c:       c,
+			addr:    addr,
+			session: newSession(),
+			changed: make(chan struct{}),
+			since:   time.Now(),
+			flights: map[string]*flight{},
+			links:   map[string]*planeLink{},
+		}
+		c.peers[addr] = p
+	}
+	p.refs++
+	if p.idle != nil {
+		p.idle.Stop()
+		p.idle = nil
+	}
+	c.mu.Unlock()
+
+	p.dialled.Do(p.dial)
+	p.mu.Lock()
+	err := p.dialErr
+	p.mu.Unlock()
+	if err != nil {
+		c.release(p)
+		return nil, fmt.Errorf("%w: %s: %w", ErrUnreachable, addr, err)
+	}
+	return p, nil
+}
+
+func (p *peer) dial() {
+	conn, err := p.c.dial(p.c.ctx, p.addr, p)
+	p.mu.Lock()
+	closed := p.closed
+	if !closed {
+		p.conn, p.dialErr = conn, err
+	}
+	p.mu.Unlock()
+	if closed && err == nil {
+		conn.Close()
+	}
+}
+
+// release is the end of acquire.
+func (c *Consumer) release(p *peer) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	p.refs--
+	if p.refs > 0 || c.peers[p.addr] != p {
+		return
+	}
+	wait := c.t.Idle
+	p.mu.Lock()
+	if p.dialErr != nil {
+		wait = 0
+	}
+	p.mu.Unlock()
+	p.idle = time.AfterFunc(wait, func() {
+		c.mu.Lock()
+		if p.refs > 0 || c.peers[p.addr] != p {
+			c.mu.Unlock()
+			return
+		}
+		delete(c.peers, p.addr)
+		c.work.Add(1)
+		c.mu.Unlock()
+		defer c.work.Done()
+		p.close()
+	})
+}
+
+// close ends the connection and everything on data planes. Idempotent.
+func (p *peer) close() {
+	p.mu.Lock()
+	conn := p.conn
+	p.conn, p.closed = nil, true
+	p.setUp(false, ErrClosed)
+	for _, l := range p.links {
+		p.dropLocked(l)
+	}
+	p.mu.Unlock()
+	if conn != nil {
+		conn.Close()
+	}
+}
+
+// Up implements control.DealerHandler.
+func (p *peer) Up() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.closed {
+		p.setUp(true, nil)
+	}
+}
+
+// Down implements control.DealerHandler. What is open on data planes goes with the connection, as soon as no READ uses it: a
+// peer that died, or was replaced at the same address, leaves nothing behind.
+func (p *peer) Down(err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.setUp(false, err)
+	for _, l := range p.links {
+		p.retireLocked(l)
+	}
+}
+
+func (p *peer) setUp(up bool, err error) {
+	p.downErr = err
+	if p.up == up {
+		return
+	}
+	p.up, p.since = up, time.Now()
+	close(p.changed)
+	p.changed = make(chan struct{})
+}
+
+// connState tells whether the connection is up, when it was last (or was dialled), why it is not, and gives a channel that is closed at the next
+// change.
+func (p *peer) connState() (up bool, since time.Time, downErr error, changed <-chan struct{}) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.up, p.since, p.downErr, p.changed
+}
+
+// Message implements control.DealerHandler.
+func (p *peer) Message(body []byte) {
+	m, err := wire.DecodeAtConsumer(body)
+	if err != nil {
+		p.c.stats.badFrames.Add(1)
+		p.c.log.warn("bad frame", p.addr, "a frame was dropped", "bytes", len(body), "err", err)
+		return
+	}
+	var key string
+	var ack *wire.Ack
+	foreign := false
+	switch m := m.(type) {
+	case *wire.Ack:
+		key, ack = m.Key, m
+		foreign = m.Session != p.session && (m.Status == wire.OK || m.Session != "") // a NACK names none
+	case *wire.Verified:
+		key = m.Key
+		foreign = m.Session != p.session
+	}
+	if foreign {
+		p.c.stats.badFrames.Add(1)
+		p.c.log.warn("foreign", p.addr, "an answer for another session was dropped", "key", key)
+		return
+	}
+	if !p.deliver(key, m) && ack != nil {
+		p.letGo(ack)
+	}
+}
+
+// deliver hands a message to the flight of its key, if there is one and it has room.
+func (p *peer) deliver(key string, m wire.Message) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	f := p.flights[key]
+	if f == nil {
+		return false
+	}
+	select {
+	case f.box <- m:
+		return true
+	default:
+		return false
+	}
+}
+
+// expect and unexpect say that a flight wants the messages of its key. There is one flight a key and address at a time: a new
+// one gets as far as its peer only when the old one has let go of the entry.
+func (p *peer) expect(f *flight) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.flights[f.want.key] = f
+}
+
+// unexpect lets go of what came too late.
+func (p *peer) unexpect(f *flight) {
+	p.mu.Lock()
+	if p.flights[f.want.key] == f {
+		delete(p.flights, f.want.key)
+	}
+	p.mu.Unlock()
+	for {
+		select {
+		case m := <-f.box:
+			if a, ok := m.(*wire.Ack); ok {
+				p.letGo(a)
+			}
+		default:
+			return
+		}
+	}
+}
+
+// letGo answers an ack that nobody waits for any more, so that the producer need not wait for the lease.
+func (p *peer) letGo(a *wire.Ack) {
+	if a.Status != wire.OK {
+		return
+	}
+	p.c.stats.lateAcks.Add(1)
+	if a.Ferry != nil && a.Ferry.Grant != "" {
+		p.send(wire.AppendVerify(nil, &wire.Verify{Key: a.Key, Session: p.session, Grant: a.Ferry.Grant, Gen: a.Ferry.Gen, Failed: true}))
+	}
+}
+
+// nextTry numbers a request.
+func (p *peer) nextTry() uint64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.tries++
+	return p.tries
+}
+
+func (p *peer) send(body []byte) error {
+	p.mu.Lock()
+	conn := p.conn
+	p.mu.Unlock()
+	if conn == nil {
+		return ErrClosed
+	}
+	return conn.Send(body)
+}
+
+// planeLink is a peer's registration on one data plane, opened once and shared.
+type planeLink struct {
+	name     string
+	metadata []byte
+	ready    chan struct{} // closed when peer, err and at are set
+	peer     transfer.Peer
+	err      error
+	at       time.Time
+
+	// Under peer.mu.
+	refs    int
+	retired bool // not found any more; closed when refs is 0
+	closing bool
+}
+
+// open gives the link of a name, adding it if there is none with that metadata. The caller gives it back with unlink.
+func (p *peer) open(ctx context.Context, name string, metadata []byte, add func(context.Context) (transfer.Peer, error)) (*planeLink, error) {
+	p.mu.Lock()
+	if p.closed {
+		p.mu.Unlock()
+		return nil, ErrClosed
+	}
+	l := p.links[name]
+	if l != nil && (!bytes.Equal(l.metadata, metadata) || l.stale(p.c.t.Connect)) {
+		p.retireLocked(l)
+		l = nil
+	}
+	if l == nil {
+		l = &planeLink{name: name, metadata: bytes.Clone(metadata), ready: make(chan struct{}), refs: 1}
+		p.links[name] = l
+		p.c.work.Add(1)
+		go p.add(l, add)
+	}
+	l.refs++
+	p.mu.Unlock()
+
+	select {
+	case <-l.ready:
+	case <-ctx.Done():
+		p.unlink(l)
+		return nil, ctx.Err()
+	}
+	if l.err != nil {
+		p.unlink(l)
+		return nil, l.err
+	}
+	return l, nil
+}
+
+// add opens a link for whoever waits for it; it is not the first asker's context that bounds it.
+func (p *peer) add(l *planeLink, add func(context.Context) (transfer.Peer, error)) {
+	defer p.c.work.Done()
+	ctx, cancel := context.WithTimeout(p.c.ctx, p.c.t.Connect)
+	defer cancel()
+	l.peer, l.err = add(ctx)
+	l.at = time.Now()
+	close(l.ready)
+	p.unlink(l)
+}
+
+// stale tells that adding failed, unless it did a moment ago because this plane cannot reach the peer: that need not be tried
+// again by every fetch.
+func (l *planeLink) stale(keep time.Duration) bool {
+	select {
+	case <-l.ready:
+		return l.err != nil && !(errors.Is(l.err, transfer.ErrUnreachable) && time.Since(l.at) < keep)
+	default:
+		return false
+	}
+}
+
+func (p *peer) unlink(l *planeLink) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	l.refs--
+	if l.retired && l.refs == 0 {
+		p.closeLocked(l)
+	}
+}
+
+// retire makes the next asker open a new link; this one is closed when no READ uses it.
+func (p *peer) retire(l *planeLink) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.retireLocked(l)
+}
+
+func (p *peer) retireLocked(l *planeLink) {
+	l.retired = true
+	if p.links[l.name] == l {
+		delete(p.links, l.name)
+	}
+	if l.refs == 0 {
+		p.closeLocked(l)
+	}
+}
+
+// drop closes a link under its READs, which asks the plane to give them up.
+func (p *peer) drop(l *planeLink) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.dropLocked(l)
+}
+
+func (p *peer) dropLocked(l *planeLink) {
+	p.retireLocked(l)
+	select {
+	case <-l.ready:
+		p.closeLocked(l)
+	default: // add is under way and will close it
+	}
+}
+
+// closeLocked closes once; closing may wait for READs, so not here.
+func (p *peer) closeLocked(l *planeLink) {
+	if l.closing || l.peer == nil {
+		return
+	}
+	l.closing = true
+	p.c.work.Add(1)
+	go func() {
+		defer p.c.work.Done()
+		if err := l.peer.Close(); err != nil {
+			p.c.log.warn("close", p.addr, "closing a peer's data plane failed", "plane", l.name, "err", err)
+		}
+	}()
+}
+
+// newSession is a random UUID: session ids hold no colon, and no two connections have the same.
+func newSession() string {
+	var b [16]byte
+	rand.Read(b[:])
+	b[6] = b[6]&0x0f | 0x40
+	b[8] = b[8]&0x3f | 0x80
+	return fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:])
+}
