@@ -1,13 +1,17 @@
 // Package control carries small messages between nodes and engines over ZeroMQ (libzmq): ROUTER on the producer's side, DEALER
 // on the consumer's, with heartbeats and the socket monitor for the death of a peer.
 //
-// A Loop owns a set of sockets on one goroutine with its own thread; no other goroutine touches them. Handlers are called on it
-// and must not block. Sending is safe from any goroutine and never blocks: queues are bounded.
+// A Loop owns a set of sockets on one goroutine with its own thread; no other goroutine touches them. It sleeps in epoll and wakes
+// only for work: there is no polling. Handlers are called on it and must not block; they may call Send, Close, Dial and Listen.
+// Sending is safe from any goroutine and never blocks: queues are bounded, in messages and in bytes.
+//
+// On the wire a message is ["", payload] at the DEALER and [id, "", payload] at the ROUTER. Anything else is dropped and counted.
 package control
 
 import (
-	"context"
 	"errors"
+	"fmt"
+	"log/slog"
 	"time"
 )
 
@@ -25,20 +29,90 @@ const (
 	HeartbeatTTL      = 8 * time.Second
 )
 
+// Defaults of Options.
+const (
+	// DefaultRouterMessage limits what a ROUTER takes in: a request is about 200 bytes, 1.2 KB with a long key.
+	DefaultRouterMessage = 64 << 10
+	// DefaultDealerMessage limits what a DEALER takes in. A plain producer describes every block of its region in an ack, about
+	// 14 bytes a block: 134 MB for 64 GiB of 7 KiB blocks.
+	DefaultDealerMessage = 256 << 20
+	// DefaultQueue and DefaultQueueBytes limit what waits for one destination.
+	DefaultQueue      = 1000
+	DefaultQueueBytes = 64 << 20
+	// DefaultConnectTimeout limits resolving a name, connecting and the handshake, each.
+	DefaultConnectTimeout = 4 * time.Second
+	// DefaultReconnectMin and DefaultReconnectMax are the first and the longest pause before a dealer tries again.
+	DefaultReconnectMin = 100 * time.Millisecond
+	DefaultReconnectMax = 2 * time.Second
+)
+
 // Options of a loop and of every socket in it. Zero values mean the defaults.
 type Options struct {
+	// HeartbeatInterval is the time between PINGs, HeartbeatTimeout how long an answer may take until the connection counts as
+	// lost, HeartbeatTTL what we ask the peer to wait for a sign of us. The TTL travels in tenths of a second, at most 6,553 s.
 	HeartbeatInterval, HeartbeatTimeout, HeartbeatTTL time.Duration
-	MaxMessage                                        int64 // bytes of an incoming message; larger ones drop the connection (ZMQ_MAXMSGSIZE)
-	Queue                                             int   // messages waiting per destination
+	// MaxMessage limits a frame of an incoming message, in bytes; a larger one drops the connection (ZMQ_MAXMSGSIZE).
+	// Default: DefaultRouterMessage for a Router, DefaultDealerMessage for a Dealer.
+	MaxMessage int64
+	// Queue limits the messages waiting per destination, and those libzmq holds per connection and direction.
+	Queue int
+	// QueueBytes limits the bytes waiting per destination. A larger body is refused with ErrTooLarge.
+	QueueBytes int64
+	// ConnectTimeout limits each step of an attempt to connect, and the handshake of a peer that connects to a Router.
+	ConnectTimeout time.Duration
+	// ReconnectMin and ReconnectMax limit the pause between a dealer's attempts; it doubles from one to the other.
+	ReconnectMin, ReconnectMax time.Duration
+	// Log gets warnings, at most one line per cause and ten seconds for what a peer can provoke. Default: slog.Default().
+	Log *slog.Logger
 }
 
-// Loop is one owner goroutine.
-type Loop struct{}
+func (o Options) withDefaults() Options {
+	def := func(d *time.Duration, v time.Duration) {
+		if *d == 0 {
+			*d = v
+		}
+	}
+	def(&o.HeartbeatInterval, HeartbeatInterval)
+	def(&o.HeartbeatTimeout, HeartbeatTimeout)
+	def(&o.HeartbeatTTL, HeartbeatTTL)
+	def(&o.ConnectTimeout, DefaultConnectTimeout)
+	def(&o.ReconnectMin, DefaultReconnectMin)
+	def(&o.ReconnectMax, max(DefaultReconnectMax, o.ReconnectMin))
+	if o.Queue == 0 {
+		o.Queue = DefaultQueue
+	}
+	if o.QueueBytes == 0 {
+		o.QueueBytes = DefaultQueueBytes
+	}
+	if o.Log == nil {
+		o.Log = slog.Default()
+	}
+	return o
+}
 
-func NewLoop(o Options) (*Loop, error) { return nil, ErrClosed }
-
-// Close ends all sockets of the loop and waits for the goroutine. Idempotent.
-func (l *Loop) Close() error { return nil }
+func (o Options) check() error {
+	const tick = time.Millisecond // the unit of libzmq's options
+	for _, d := range []struct {
+		name string
+		v    time.Duration
+		min  time.Duration
+	}{
+		{"HeartbeatInterval", o.HeartbeatInterval, tick},
+		{"HeartbeatTimeout", o.HeartbeatTimeout, tick},
+		{"HeartbeatTTL", o.HeartbeatTTL, 100 * time.Millisecond},
+		{"ConnectTimeout", o.ConnectTimeout, tick},
+		{"ReconnectMin", o.ReconnectMin, tick},
+		{"ReconnectMax", o.ReconnectMax, o.ReconnectMin},
+	} {
+		if d.v < d.min {
+			return fmt.Errorf("control: option %s is %v: the least is %v", d.name, d.v, d.min)
+		}
+	}
+	if o.Queue < 0 || o.QueueBytes < 0 || o.MaxMessage < 0 {
+		return fmt.Errorf("control: options Queue %d, QueueBytes %d, MaxMessage %d: none may be negative", o.Queue, o.QueueBytes, o.MaxMessage)
+	}
+	return nil
+}
 
 // Source says where a message came from.
 type Source struct {
@@ -52,42 +126,27 @@ type RouterHandler interface {
 	Message(from Source, body []byte)
 }
 
-// Router is a bound ROUTER socket.
-type Router struct{}
-
-// Listen binds tcp://host:port; port 0 takes any free one. A bind that fails is an error here that names the address.
-func (l *Loop) Listen(ctx context.Context, host string, port int, h RouterHandler) (*Router, error) {
-	return nil, ErrClosed
+// ServeHandler may be implemented by a RouterHandler that answers by the router.
+type ServeHandler interface {
+	// Serve is called once, on the owner goroutine, when the router is bound and before the first Message.
+	Serve(r *Router)
 }
 
-// Port is the bound port.
-func (r *Router) Port() int { return 0 }
-
-// Send queues `[id, "", body]`. body must not be changed afterwards. ErrGone if no such peer is connected (best effort),
-// ErrQueueFull if its queue is full.
-func (r *Router) Send(id string, body []byte) error { return ErrClosed }
-
-// Dropped counts messages dropped: wrong frame count, outgoing queue full, unroutable.
-func (r *Router) Dropped() (frames, full, unroutable uint64) { return }
-
-func (r *Router) Close() error { return nil }
+// LeaveHandler may be implemented by a RouterHandler that keeps state per connection.
+type LeaveHandler interface {
+	// Left says that the connection of a peer that has sent something has ended. What the peer sent before may still arrive:
+	// Left is then called again after each such message. It is called on the owner goroutine.
+	Left(from Source)
+}
 
 // DealerHandler receives on the owner goroutine.
 type DealerHandler interface {
+	// Message gets the payload of a `["", payload]` message. body is valid only during the call.
 	Message(body []byte)
-	Up()            // connected and handshaken
-	Down(err error) // connection lost or refused; libzmq goes on reconnecting
+	// Up says that a connection stands, handshake included.
+	Up()
+	// Down says that the connection was lost, or that the first attempt since Dial or since the loss failed; err wraps ErrGone.
+	// Whatever Send had accepted and was not yet on its way is dropped by then, so the owner asks again after Up.
+	// The dealer goes on connecting; attempts that fail after the first are not reported.
+	Down(err error)
 }
-
-// Dealer is a DEALER socket connected to one peer.
-type Dealer struct{}
-
-// Dial starts connecting to tcp://addr and returns at once.
-func (l *Loop) Dial(ctx context.Context, addr string, h DealerHandler) (*Dealer, error) {
-	return nil, ErrClosed
-}
-
-// Send queues `["", body]`.
-func (d *Dealer) Send(body []byte) error { return ErrClosed }
-
-func (d *Dealer) Close() error { return nil }

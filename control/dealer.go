@@ -1,0 +1,321 @@
+package control
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"syscall"
+	"time"
+
+	"github.com/pebbe/zmq4"
+)
+
+// link is the state of a dealer's connection.
+type link uint8
+
+const (
+	linkFirst link = iota // connecting, and no attempt has failed yet: messages wait
+	linkUp
+	linkDown // lost or refused; trying again
+)
+
+// Dealer is a DEALER socket connected to one peer. It belongs to its loop, and ends with it.
+//
+// Each attempt to connect is a new libzmq socket, so that nothing of a connection outlives it and the name is looked up anew.
+type Dealer struct {
+	standing
+	l    *Loop
+	h    DealerHandler
+	addr string // as given to Dial
+	host string
+	port int
+
+	// Guarded by l.mu.
+	link link
+	q    sendq
+
+	// Owner only.
+	s         *socket // nil between attempts
+	connected bool
+	resolving bool
+	full      bool // libzmq has no room
+	failures  int  // attempts since the last connection
+	alarm     alarm
+}
+
+// Dial starts connecting to tcp://addr, "host:port" with an IPv6 host in brackets, and returns at once. An error here means that
+// addr makes no sense, or that the loop is closed; everything else is reported to h. ctx is not used after Dial has returned.
+func (l *Loop) Dial(ctx context.Context, addr string, h DealerHandler) (*Dealer, error) {
+	host, port, err := splitAddr(addr)
+	if err != nil {
+		return nil, err
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	d := &Dealer{l: l, h: h, addr: addr, host: host, port: port}
+	d.alarm = alarm{m: d, index: -1}
+	return d, l.post(func() {
+		l.members[d] = struct{}{}
+		d.connect()
+	})
+}
+
+// Addr is the address given to Dial.
+func (d *Dealer) Addr() string { return d.addr }
+
+// Send queues `["", body]`. body must not be changed afterwards. Between Dial and the first Up or Down it waits for the connection;
+// after Down, and until Up, it is refused with ErrGone. ErrQueueFull if the queue is full, ErrTooLarge if body is larger than the
+// queue may be, ErrClosed after Close. A message that was accepted reaches the peer, or the connection ends with Down.
+func (d *Dealer) Send(body []byte) error {
+	l := d.l
+	if d.ended(l) {
+		return ErrClosed
+	}
+	l.mu.Lock()
+	if d.link == linkDown {
+		l.mu.Unlock()
+		return ErrGone
+	}
+	if err := d.q.push(body, &l.opts); err != nil {
+		l.mu.Unlock()
+		return err
+	}
+	wake := d.link == linkUp && l.readyLocked(d)
+	l.mu.Unlock()
+	l.wake(wake)
+	return nil
+}
+
+// Close lets go of the connection, soon. No handler call begins afterwards. Messages not yet sent are dropped. Idempotent; it does
+// not wait, so it may be called from anywhere.
+func (d *Dealer) Close() error {
+	d.l.closeMember(d)
+	return nil
+}
+
+// release implements member.
+func (d *Dealer) release() {
+	d.disconnect()
+	d.l.alarms.stop(&d.alarm)
+	delete(d.l.members, d)
+}
+
+func (d *Dealer) disconnect() {
+	if d.s != nil {
+		d.s.close(d.l)
+		d.s = nil
+	}
+	d.connected, d.full = false, false
+}
+
+// connect starts an attempt. A name is looked up on another goroutine, which can take seconds.
+func (d *Dealer) connect() {
+	if ip, ok := literal(d.host); ok {
+		d.connectTo(address{ip: ip, port: d.port}, nil)
+		return
+	}
+	d.resolving = true
+	go func() {
+		ctx, cancel := context.WithTimeout(context.Background(), d.l.opts.ConnectTimeout)
+		defer cancel()
+		at, err := resolve(ctx, d.host, d.port)
+		d.l.post(func() { // refused if the loop has ended
+			d.resolving = false
+			if !d.ended(d.l) {
+				d.connectTo(at, err)
+			}
+		})
+	}()
+}
+
+func (d *Dealer) connectTo(at address, err error) {
+	const events = zmq4.EVENT_CLOSED | zmq4.EVENT_DISCONNECTED | zmq4.EVENT_HANDSHAKE_SUCCEEDED |
+		zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq4.EVENT_HANDSHAKE_FAILED_AUTH
+	if err == nil {
+		d.s, err = d.l.newSocket(zmq4.DEALER, at.v6(), DefaultDealerMessage, events, d)
+	}
+	if err == nil {
+		err = sysErr(d.s.Connect(at.String()))
+	}
+	if err != nil {
+		d.failed(err.Error())
+	}
+}
+
+// failed ends an attempt or a connection, tells the handler if it does not know yet, and arranges the next attempt.
+func (d *Dealer) failed(why string) {
+	d.disconnect()
+	l := d.l
+	l.mu.Lock()
+	first := d.link != linkDown
+	d.link = linkDown
+	d.q.clear()
+	l.mu.Unlock()
+
+	pause := min(l.opts.ReconnectMin<<min(d.failures, 20), l.opts.ReconnectMax)
+	d.failures++
+	pause -= rand.N(pause/4 + 1) // so that the peers of a node that restarts do not come all at once
+	l.alarms.set(&d.alarm, time.Now().Add(pause))
+	if first {
+		d.h.Down(fmt.Errorf("%w: tcp://%s: %s", ErrGone, d.addr, why))
+	}
+}
+
+// turn implements member.
+func (d *Dealer) turn() bool {
+	l := d.l
+	if d.ended(l) {
+		return false
+	}
+	if d.s == nil && !d.resolving && d.alarm.index < 0 {
+		d.connect() // the pause is over
+	}
+	if d.s == nil || !d.watchLink() {
+		return d.rest()
+	}
+	for budget := turnBudget; budget > 0; {
+		sent := d.flush()
+		got, more := d.receive()
+		if !more {
+			return false
+		}
+		if sent+got == 0 {
+			// Receiving may have taken in that there is room again.
+			if d.full && d.room() {
+				d.full = false
+				continue
+			}
+			return d.rest()
+		}
+		budget -= sent + got
+	}
+	return true
+}
+
+// rest ends a turn that found nothing more to do, and says whether something came in between.
+func (d *Dealer) rest() bool {
+	d.l.mu.Lock()
+	defer d.l.mu.Unlock()
+	d.ready = d.connected && !d.full && len(d.q.in) > 0
+	return d.ready
+}
+
+// receive hands what has come to the handler, up to turnBudget messages.
+func (d *Dealer) receive() (got int, more bool) {
+	l := d.l
+	for got < turnBudget {
+		parts, errno := l.in.recv(d.s.raw)
+		if errno == syscall.EAGAIN {
+			break
+		}
+		if errno != 0 {
+			l.fail(fmt.Errorf("control: receive: %w", errno))
+			return got, false
+		}
+		got++
+		if parts == 2 && len(l.in.part(0)) == 0 {
+			d.h.Message(l.in.part(1))
+		}
+		if d.ended(l) {
+			return got, false
+		}
+	}
+	return got, true
+}
+
+// watchLink takes in what the monitor has to say, and says whether there is a connection to work on.
+func (d *Dealer) watchLink() bool {
+	why := ""
+	err := d.s.events(d.l, func(ev zmq4.Event, value int) bool {
+		switch ev {
+		case zmq4.EVENT_HANDSHAKE_SUCCEEDED:
+			d.up()
+			return !d.ended(d.l)
+		case zmq4.EVENT_CLOSED:
+			why = "the connection was refused, or not made in time"
+		case zmq4.EVENT_DISCONNECTED:
+			why = "the connection was lost"
+		case zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq4.EVENT_HANDSHAKE_FAILED_AUTH:
+			why = fmt.Sprintf("the handshake failed, ZeroMQ's error 0x%x: is it a ZeroMQ ROUTER?", value)
+		case zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+			why = fmt.Sprintf("the handshake failed, %v: is it a ZeroMQ ROUTER?", syscall.Errno(value))
+		}
+		return why == ""
+	})
+	if err != nil {
+		d.l.fail(err)
+	}
+	if d.ended(d.l) {
+		return false
+	}
+	if why == "" {
+		return true
+	}
+	// What had come before is still good.
+	for d.connected {
+		got, more := d.receive()
+		if !more {
+			return false
+		}
+		if got == 0 {
+			break
+		}
+	}
+	d.failed(why)
+	return false
+}
+
+func (d *Dealer) up() {
+	d.connected, d.failures = true, 0
+	d.l.mu.Lock()
+	d.link = linkUp
+	d.l.mu.Unlock()
+	d.h.Up()
+}
+
+// room asks libzmq whether it takes messages again.
+func (d *Dealer) room() bool {
+	state, err := d.s.GetEvents()
+	return err == nil && state&(zmq4.POLLOUT|zmq4.POLLIN) != 0
+}
+
+// flush hands messages to libzmq until there are none, or no room. It returns how many it handed over.
+func (d *Dealer) flush() (sent int) {
+	if !d.connected {
+		return 0
+	}
+	d.full = false
+	var n int
+	var bytes int64
+	for {
+		body, ok := d.q.next()
+		if !ok {
+			d.l.mu.Lock()
+			d.q.settle(n, bytes)
+			more := d.q.refill()
+			d.l.mu.Unlock()
+			if !more {
+				return sent
+			}
+			n, bytes = 0, 0
+			continue
+		}
+		switch errno := send(d.s.raw, "", body); errno {
+		case 0:
+			d.q.pop()
+			n++
+			sent++
+			bytes += int64(len(body))
+			continue
+		case syscall.EAGAIN:
+			d.full = true
+		default:
+			d.l.fail(fmt.Errorf("control: send: %w", errno))
+		}
+		d.l.mu.Lock()
+		d.q.settle(n, bytes)
+		d.l.mu.Unlock()
+		return sent
+	}
+}
