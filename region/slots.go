@@ -1,5 +1,12 @@
 package region
 
+import (
+	"fmt"
+	"math/bits"
+	"sync/atomic"
+	"unsafe"
+)
+
 // Limits of a slot, fixed by the file format.
 const (
 	SlotBytes  = 512 // bytes of one slot in the file
@@ -9,7 +16,35 @@ const (
 	MaxDtype   = 24  // bytes of a dtype's name, as torch prints it
 )
 
-// SlotState is the first word of a slot.
+// A slot is 64 words of 8 bytes, each stored atomically:
+//
+//	word  0      generation << 2 | state: one store changes both
+//	      1      checksum of the record (xxh3, seeded with the generation)
+//	      2      holds
+//	      3      checksum of the encoding
+//	      4      flags: bit 0, the encoding has a checksum
+//	      8..63  the record (see record.go), constant from Fill to Free
+//
+// The order of stores makes a table truthful at whatever instruction its owner is killed. Fill stores word 0 as filling, then the
+// rest: a record that is half written has a wrong checksum, and its extents were not handed out yet. Ready stores words 3 and 4,
+// then word 0. Free stores word 0.
+const (
+	slotWords    = SlotBytes / 8
+	wordState    = 0
+	wordSum      = 1
+	wordHolds    = 2
+	wordChecksum = 3
+	wordFlags    = 4
+	wordRecord   = 8
+	recordWords  = slotWords - wordRecord
+
+	stateBits   = 2
+	flagHasSum  = 1
+	maxGen      = 1<<(64-stateBits) - 1 - 1<<32 // a file's counter starts below this, and 2^32 more fit
+	loadRetries = 1000
+)
+
+// SlotState says what a slot holds. It is the low two bits of the slot's first word; the generation is the rest.
 type SlotState uint32
 
 const (
@@ -18,42 +53,175 @@ const (
 	SlotReady   SlotState = 2
 )
 
+func (s SlotState) String() string {
+	switch s {
+	case SlotFree:
+		return "free"
+	case SlotFilling:
+		return "filling"
+	case SlotReady:
+		return "ready"
+	}
+	return fmt.Sprintf("state %d", uint32(s))
+}
+
 // Slot is a decoded copy of one slot.
 type Slot struct {
 	State       SlotState
-	Gen         uint64 // unique in the life of the file, never reused, also over restarts
-	Key         string
-	Dtype       string // as torch prints it, e.g. "torch.bfloat16"
+	Gen         uint64 // unique in the life of the file, never reused, also over restarts; below 2^62
+	Key         string // 1 to MaxKey bytes
+	Dtype       string // as torch prints it, e.g. "torch.bfloat16"; up to MaxDtype bytes
 	Shape       []int64
-	Bytes       int64 // bytes of the encoding, without the padding of the last block
-	Extents     []Extent
-	Owner       uint64 // who fills it; meaning given by the node
-	Checksum    uint64 // xxh3 of the encoding's bytes, if HasChecksum
+	Bytes       int64    // bytes of the encoding, without the padding of the last block
+	Extents     []Extent // ascending, not touching each other's blocks, together at least Bytes long
+	Owner       uint64   // who fills it; meaning given by the node
+	Checksum    uint64   // xxh3 of the encoding's bytes, if HasChecksum
 	HasChecksum bool
 	Holds       uint32
 }
 
-// SlotTable is the table of slots of a mapped region. Reads are safe from any process; writes are the owner's, under its lock.
-type SlotTable struct{}
+// SlotTable is the table of slots of a mapped region. Reads are safe from any process and goroutine, at any time; writes are the
+// owner's, under its lock. The table dies with its Region or Mapping. A write to an attacher's table is a bug and panics, and so
+// is an index out of range in Ready, Free and SetHolds; what a peer may name (Load, Check) is checked.
+type SlotTable struct {
+	words    []uint64
+	gen      *uint64 // the generation given last
+	geometry Geometry
+	writable bool
+}
+
+// newSlotTable is over a mapped file, from its first byte.
+func newSlotTable(mem []byte, g Geometry, writable bool) *SlotTable {
+	return &SlotTable{
+		words:    unsafe.Slice((*uint64)(unsafe.Pointer(&mem[headerBytes])), g.Slots*slotWords),
+		gen:      headerWord(mem, offGen),
+		geometry: g,
+		writable: writable,
+	}
+}
+
+func (t *SlotTable) slot(i int) *[slotWords]uint64 {
+	return (*[slotWords]uint64)(t.words[i*slotWords:])
+}
+
+func (t *SlotTable) writableSlot(i int) *[slotWords]uint64 {
+	if !t.writable {
+		panic("region: write to an attached slot table, which only its owner may write")
+	}
+	return t.slot(i)
+}
 
 // Len is the number of slots.
-func (t *SlotTable) Len() int { return 0 }
+func (t *SlotTable) Len() int { return t.geometry.Slots }
 
 // Fill writes a reservation: state filling and a new generation are visible before any byte of the extents may change.
-// It returns the generation. s.State and s.Gen are ignored.
-func (t *SlotTable) Fill(i int, s Slot) (uint64, error) { return 0, ErrClosed }
+// It returns the generation. State, Gen, Checksum and HasChecksum of s are ignored. ErrSlot: the slot is not free, or s does not
+// fit the format or the pool; nothing has changed then.
+func (t *SlotTable) Fill(i int, s Slot) (uint64, error) {
+	if uint(i) >= uint(t.Len()) {
+		return 0, fmt.Errorf("%w: %d of %d", ErrSlot, i, t.Len())
+	}
+	w := t.writableSlot(i)
+	if now := atomic.LoadUint64(&w[wordState]); stateOf(now) != SlotFree {
+		return 0, fmt.Errorf("%w: slot %d is %s", ErrSlot, i, stateOf(now))
+	}
+	var r record
+	if err := r.encode(&s, t.geometry); err != nil {
+		return 0, fmt.Errorf("%w: %v", ErrSlot, err)
+	}
+	gen := atomic.AddUint64(t.gen, 1)
+	atomic.StoreUint64(&w[wordState], gen<<stateBits|uint64(SlotFilling))
+	atomic.StoreUint64(&w[wordHolds], uint64(s.Holds))
+	atomic.StoreUint64(&w[wordFlags], 0)
+	atomic.StoreUint64(&w[wordSum], r.sum(gen))
+	for n, v := range r.words[:r.n] {
+		atomic.StoreUint64(&w[wordRecord+n], v)
+	}
+	return gen, nil
+}
 
 // Ready publishes the entry: all stores to its extents that happened before the call are visible to who sees SlotReady.
-func (t *SlotTable) Ready(i int, checksum uint64, hasChecksum bool) {}
+// Only a filling slot changes.
+func (t *SlotTable) Ready(i int, checksum uint64, hasChecksum bool) {
+	w := t.writableSlot(i)
+	now := atomic.LoadUint64(&w[wordState])
+	if stateOf(now) != SlotFilling {
+		return
+	}
+	if hasChecksum {
+		atomic.StoreUint64(&w[wordChecksum], checksum)
+		atomic.StoreUint64(&w[wordFlags], flagHasSum)
+	}
+	atomic.StoreUint64(&w[wordState], genOf(now)<<stateBits|uint64(SlotReady))
+}
 
 // Free takes the entry out. It must come before any of its blocks is given to another slot.
-func (t *SlotTable) Free(i int) {}
+func (t *SlotTable) Free(i int) {
+	w := t.writableSlot(i)
+	atomic.StoreUint64(&w[wordState], genOf(atomic.LoadUint64(&w[wordState]))<<stateBits|uint64(SlotFree))
+}
 
 // SetHolds records the number of holds.
-func (t *SlotTable) SetHolds(i int, n uint32) {}
+func (t *SlotTable) SetHolds(i int, n uint32) {
+	atomic.StoreUint64(&t.writableSlot(i)[wordHolds], uint64(n))
+}
 
-// Load gives a consistent copy, or ErrFormat if the slot's content is impossible (never a panic).
-func (t *SlotTable) Load(i int) (Slot, error) { return Slot{}, ErrClosed }
+// Load gives a consistent copy, or ErrFormat if the slot's content is impossible (never a panic). ErrSlot: no such slot.
+//
+// A free slot has a state and the generation of its last entry, nothing else. A filling slot whose record is not complete (its
+// owner is writing it, or died of it) has a state and a generation only: no byte of its extents was handed out yet.
+func (t *SlotTable) Load(i int) (Slot, error) {
+	if uint(i) >= uint(t.Len()) {
+		return Slot{}, fmt.Errorf("%w: %d of %d", ErrSlot, i, t.Len())
+	}
+	w := t.slot(i)
+	var now uint64
+	for range loadRetries {
+		now = atomic.LoadUint64(&w[wordState])
+		s := Slot{State: stateOf(now), Gen: genOf(now)}
+		if s.State == SlotFree {
+			return s, nil
+		}
+		if s.State != SlotFilling && s.State != SlotReady {
+			return Slot{}, fmt.Errorf("%w: slot %d: %s", ErrFormat, i, s.State)
+		}
+		var r record
+		complete := r.load(w) && atomic.LoadUint64(&w[wordSum]) == r.sum(s.Gen)
+		holds := atomic.LoadUint64(&w[wordHolds])
+		checksum := atomic.LoadUint64(&w[wordChecksum])
+		flags := atomic.LoadUint64(&w[wordFlags])
+		if atomic.LoadUint64(&w[wordState]) != now {
+			continue
+		}
+		if !complete {
+			if s.State == SlotFilling {
+				return s, nil
+			}
+			return Slot{}, fmt.Errorf("%w: slot %d: checksum of its record is wrong", ErrFormat, i)
+		}
+		if err := r.decode(&s, t.geometry); err != nil {
+			return Slot{}, fmt.Errorf("%w: slot %d: %v", ErrFormat, i, err)
+		}
+		if s.State == SlotReady && flags&flagHasSum != 0 {
+			s.Checksum, s.HasChecksum = checksum, true
+		}
+		s.Holds = uint32(holds)
+		return s, nil
+	}
+	// It changes faster than it can be read: whatever it holds now, nobody may rely on its bytes.
+	return Slot{State: SlotFilling, Gen: genOf(now)}, nil
+}
 
-// Check reads state and generation in place: true if slot i is ready with generation gen at the time of the call.
-func (t *SlotTable) Check(i int, gen uint64) bool { return false }
+// Check reads state and generation in place: true if slot i is ready with generation gen at the time of the call. False for a
+// slot that does not exist. A reader that copied bytes out of the slot's extents before the call, and had true before that as
+// well, has the bytes of that generation.
+func (t *SlotTable) Check(i int, gen uint64) bool {
+	if uint(i) >= uint(t.Len()) {
+		return false
+	}
+	orderLoads()
+	return atomic.LoadUint64(&t.words[i*slotWords]) == gen<<stateBits|uint64(SlotReady) && bits.LeadingZeros64(gen) >= stateBits
+}
+
+func stateOf(w uint64) SlotState { return SlotState(w & (1<<stateBits - 1)) }
+func genOf(w uint64) uint64      { return w >> stateBits }

@@ -1,0 +1,288 @@
+package region
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// raceTries bounds the loops that start again because a name changed under them. Each turn needs another process that acted
+// in between, so more than a few is a file system that misbehaves.
+const raceTries = 100
+
+// Create makes, reserves, pre-faults and locks a region, then publishes it under its name whole.
+//
+// A file that a dead owner left under that name is reaped first, so that its memory is there for the new one (unless an engine
+// still has it mapped). ErrInUse names the path and the pid if the owner lives or another process is creating the same region
+// right now; ErrForeign and ErrExists say that what lies there is not ours to remove. A *SpaceError says that the bytes are not
+// to be had. ErrName, ErrOptions: o is wrong. On any error, an end of ctx included, nothing is left behind.
+func Create(ctx context.Context, o Options) (*Region, error) { return create(ctx, o, kernelCalls) }
+
+func create(ctx context.Context, o Options, k kernel) (*Region, error) {
+	if o.Dir == "" {
+		o.Dir = DefaultDir
+	}
+	if o.Mode == 0 {
+		o.Mode = 0o600
+	}
+	if o.Mode&0o600 != 0o600 || o.Mode&^0o666 != 0 {
+		return nil, fmt.Errorf("%w: mode %#o, must be within 0666 and give the owner 0600", ErrOptions, uint32(o.Mode))
+	}
+	if o.Geometry.Slots == 0 {
+		o.Geometry.Slots = DefaultSlots(o.Geometry.Blocks)
+	}
+	if err := o.Geometry.validate(); err != nil {
+		return nil, err
+	}
+	name, err := o.Identity.FileName()
+	if err != nil {
+		return nil, err
+	}
+	dir, err := openDir(o.Dir)
+	if err != nil {
+		return nil, err
+	}
+	defer dir.Close()
+
+	c, err := takeClaim(dir, name)
+	if err != nil {
+		return nil, err
+	}
+	r, err := build(ctx, dir, name, o, k)
+	if err := errors.Join(err, c.drop(dir)); err != nil {
+		if r != nil {
+			err = errors.Join(err, r.Close(true))
+		}
+		return nil, err
+	}
+	return r, nil
+}
+
+// build runs under the claim of name.
+func build(ctx context.Context, dir *os.File, name string, o Options, k kernel) (*Region, error) {
+	path := filePath(dir.Name(), name)
+	old, err := reap(dir, name, o.Identity)
+	if err != nil {
+		return nil, err
+	}
+	size := o.Geometry.fileBytes()
+	if err := checkSpace(dir, path, size); err != nil {
+		return nil, err
+	}
+	f, temp, err := newFile(dir, name, path, k)
+	if err != nil {
+		return nil, spaceFrom(err, dir, path, size)
+	}
+	r := &Region{path: path, dir: o.Dir, name: name, file: f, replaced: old.owner, header: header{
+		geometry: o.Geometry, identity: o.Identity, bootID: bootID(), created: time.Now().UnixNano(), creator: os.Getpid(),
+		epoch: old.epoch + 1, owner: os.Getpid(), gen: firstGen(old.gen, time.Now()),
+	}}
+	err = r.fill(ctx, o.Mode, size, k)
+	if err == nil {
+		err = publish(dir, name, f, o.Identity)
+	}
+	if temp != "" { // the published name is a second link to it
+		err = errors.Join(err, unix.Unlinkat(int(dir.Fd()), temp, 0))
+	}
+	if err != nil {
+		if r.mem != nil {
+			unix.Munmap(r.mem)
+		}
+		f.Close()
+		return nil, spaceFrom(fmt.Errorf("region: creating %s: %w", path, err), dir, path, size)
+	}
+	return r, nil
+}
+
+// firstGen is where the generations of a new file start: above all of the file that it replaces, and, in case that one was
+// removed, above what an earlier one can have reached since the epoch at 4 million generations a second. Below 2^53 until 2041.
+func firstGen(old uint64, now time.Time) uint64 {
+	return max(old, uint64(max(now.UnixMicro(), 0))<<2)
+}
+
+// fill makes the nameless file a whole region.
+func (r *Region) fill(ctx context.Context, mode fs.FileMode, size int64, k kernel) error {
+	fd := int(r.file.Fd())
+	if err := unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return fmt.Errorf("flock: %w", err)
+	}
+	if err := unix.Fchmod(fd, uint32(mode)); err != nil { // open's mode goes through the umask, this one does not
+		return fmt.Errorf("chmod: %w", err)
+	}
+	if err := reserve(ctx, r.file, size, k); err != nil {
+		return err
+	}
+	mem, err := unix.Mmap(fd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return fmt.Errorf("mmap: %w", err)
+	}
+	r.mem = mem
+	if err := populate(ctx, mem, k); err != nil {
+		return err
+	}
+	r.header.encode(mem[:headerBytes])
+	r.table = newSlotTable(mem, r.header.geometry, true)
+	return nil
+}
+
+// newFile makes the file without its name: nameless where the file system can, so that SIGKILL leaves nothing, else under a
+// temporary name, which is returned. The claim makes that name ours, and what a killed creator left under it.
+func newFile(dir *os.File, name, path string, k kernel) (f *os.File, temp string, err error) {
+	fd, err := k.tmpfile(int(dir.Fd()))
+	if err == nil {
+		return os.NewFile(uintptr(fd), path), "", nil
+	}
+	if err != unix.EOPNOTSUPP && err != unix.EISDIR && err != unix.EINVAL { // how file systems say that they have no O_TMPFILE
+		return nil, "", &fs.PathError{Op: "region: open nameless file", Path: dir.Name(), Err: err}
+	}
+	temp = "." + name + ".new"
+	if err := unix.Unlinkat(int(dir.Fd()), temp, 0); err != nil && err != unix.ENOENT {
+		return nil, "", &fs.PathError{Op: "region: unlink", Path: filePath(dir.Name(), temp), Err: err}
+	}
+	fd, err = unix.Openat(int(dir.Fd()), temp, unix.O_CREAT|unix.O_EXCL|unix.O_RDWR|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		return nil, "", &fs.PathError{Op: "region: create", Path: filePath(dir.Name(), temp), Err: err}
+	}
+	return os.NewFile(uintptr(fd), path), temp, nil
+}
+
+// publish gives the file its name, which must not be taken. Under the claim only a process that does not follow the protocol
+// can have taken it since the reaping; what it put there is judged once more.
+func publish(dir *os.File, name string, f *os.File, id Identity) error {
+	source := "/proc/self/fd/" + strconv.Itoa(int(f.Fd()))
+	for range raceTries {
+		err := unix.Linkat(unix.AT_FDCWD, source, int(dir.Fd()), name, unix.AT_SYMLINK_FOLLOW)
+		if err != unix.EEXIST {
+			return os.NewSyscallError("linkat", err)
+		}
+		if _, err := reap(dir, name, id); err != nil {
+			return err
+		}
+	}
+	return fmt.Errorf("%w: again and again", ErrExists)
+}
+
+// reap removes what lies under name if it is a region of this user and identity whose owner is dead, and returns its header;
+// a zero header if nothing lies there. Whatever else lies there is left alone and named in the error.
+func reap(dir *os.File, name string, id Identity) (header, error) {
+	path := filePath(dir.Name(), name)
+	for range raceTries {
+		f, err := openOwn(dir, name, unix.O_RDWR)
+		if errors.Is(err, fs.ErrNotExist) {
+			return header{}, nil
+		}
+		if err != nil {
+			return header{}, err
+		}
+		h, done, err := reapOpen(dir, name, path, f, id)
+		f.Close() // gives the lock up
+		if done || err != nil {
+			return h, err
+		}
+	}
+	return header{}, fmt.Errorf("%w: %s comes and goes", ErrInUse, path)
+}
+
+func reapOpen(dir *os.File, name, path string, f *os.File, id Identity) (h header, done bool, err error) {
+	page, err := readPage(f)
+	if err != nil {
+		return h, false, &fs.PathError{Op: "region: read", Path: path, Err: err}
+	}
+	if !isRegion(page) {
+		return h, false, fmt.Errorf("%w: %s is not a region file; remove it if it is not needed", ErrExists, path)
+	}
+	st, err := f.Stat()
+	if err != nil {
+		return h, false, err
+	}
+	// A region of another version of the format may be reaped as well, or an upgrade could never start; only its header means
+	// nothing to us.
+	h, headerErr := decodeHeader(page, st.Size())
+	switch err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err {
+	case nil:
+	case unix.EWOULDBLOCK:
+		return h, false, fmt.Errorf("%w: %s, pid %d; end that process, or give this one another instance id", ErrInUse, path, h.owner)
+	default:
+		return h, false, &fs.PathError{Op: "region: flock", Path: path, Err: err}
+	}
+	if headerErr == nil && h.identity != id {
+		return h, false, fmt.Errorf("%w: %s is a region of instance %q, group %q, rank %d; remove it if it is not needed",
+			ErrExists, path, h.identity.Instance, h.identity.Group, h.identity.Rank)
+	}
+	done, err = unlinkIfSame(dir, name, f)
+	return h, done, err
+}
+
+// claim is a small locked file that lives while a region of one name is being created: it makes reaping and creating one step
+// towards other creators, so that two of them neither remove each other's work nor ask for the memory twice. A killed creator
+// leaves it unlocked, empty but for the pid, for the next one to take.
+type claim struct {
+	file *os.File
+	name string
+}
+
+// takeClaim gives ErrInUse if another process has it.
+func takeClaim(dir *os.File, region string) (*claim, error) {
+	name := "." + region + ".claim"
+	path := filePath(dir.Name(), name)
+	for range raceTries {
+		fd, err := unix.Openat(int(dir.Fd()), name, unix.O_CREAT|unix.O_RDWR|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0o600)
+		switch err {
+		case nil:
+		case unix.ELOOP:
+			return nil, fmt.Errorf("%w: %s is a symbolic link", ErrForeign, path)
+		default:
+			return nil, spaceFrom(&fs.PathError{Op: "region: create", Path: path, Err: err}, dir, path, 0)
+		}
+		f := os.NewFile(uintptr(fd), path)
+		got, err := lockClaim(dir, name, region, f)
+		if got {
+			f.WriteAt([]byte(strconv.Itoa(os.Getpid())+"\n"), 0) // for the other's message only: a full file system may refuse it
+			return &claim{f, name}, nil
+		}
+		f.Close()
+		if err != nil {
+			return nil, err
+		}
+	}
+	return nil, fmt.Errorf("%w: %s comes and goes", ErrInUse, path)
+}
+
+func lockClaim(dir *os.File, name, region string, f *os.File) (bool, error) {
+	if err := checkOwn(int(f.Fd()), f.Name()); err != nil {
+		return false, err
+	}
+	switch err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err {
+	case nil:
+	case unix.EWOULDBLOCK:
+		var pid [16]byte
+		n, _ := f.ReadAt(pid[:], 0)
+		return false, fmt.Errorf("%w: %s is being created by pid %s", ErrInUse, filePath(dir.Name(), region),
+			strings.TrimSpace(string(pid[:n])))
+	default:
+		return false, &fs.PathError{Op: "region: flock", Path: f.Name(), Err: err}
+	}
+	return sameFile(dir, name, int(f.Fd())) // it may have been dropped between the open and the lock
+}
+
+func (c *claim) drop(dir *os.File) error {
+	_, err := unlinkIfSame(dir, c.name, c.file)
+	return errors.Join(err, c.file.Close())
+}
+
+// bootID names the run of the kernel that a file in memory cannot outlive; empty where /proc does not tell.
+func bootID() string {
+	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return ""
+	}
+	id := strings.TrimSpace(string(b))
+	return id[:min(len(id), bootIDBytes)]
+}

@@ -1,0 +1,608 @@
+package region
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"math"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const smallName = "ferry_node-1_0123456789ab_r0.region"
+
+func TestCreatedRegionIsWholeAndNamedAfterItsIdentity(t *testing.T) {
+	for _, dir := range []string{t.TempDir(), shmDir(t)} {
+		o := smallOptions(dir)
+		o.Identity.Rank = 3
+		o.Geometry.Slots = 0
+		r := mustCreate(t, o)
+		if want := filepath.Join(dir, "ferry_node-1_0123456789ab_r3.region"); r.Path() != want {
+			t.Errorf("path %s, want %s", r.Path(), want)
+		}
+		want := Geometry{BlockBytes: 4096, Blocks: 16, Slots: 16}
+		if r.Geometry() != want || r.Identity() != o.Identity || r.Epoch() != 1 || r.Replaced() != 0 {
+			t.Errorf("%+v %+v epoch %d replaced %d", r.Geometry(), r.Identity(), r.Epoch(), r.Replaced())
+		}
+		if len(r.Pool()) != 16*4096 || r.Slots().Len() != 16 || r.PoolOffset() != 64<<10 {
+			t.Errorf("pool of %d bytes at %d, %d slots", len(r.Pool()), r.PoolOffset(), r.Slots().Len())
+		}
+		if !bytes.Equal(r.Pool(), make([]byte, 16*4096)) {
+			t.Error("a new pool is not zero")
+		}
+		st, err := os.Stat(r.Path())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if st.Mode() != 0o600 || st.Size() != 64<<10+16*4096 {
+			t.Errorf("mode %s, %d bytes", st.Mode(), st.Size())
+		}
+		if reserved := st.Sys().(*syscall.Stat_t).Blocks * 512; reserved < st.Size() {
+			t.Errorf("only %d bytes are reserved", reserved)
+		}
+		wantFiles(t, dir, filepath.Base(r.Path()))
+		if err := r.Close(true); err != nil {
+			t.Fatal(err)
+		}
+		wantFiles(t, dir)
+		if r.Pool() != nil || r.Slots() != nil {
+			t.Error("memory after Close")
+		}
+		if _, err := r.Reopen(false); !errors.Is(err, ErrClosed) {
+			t.Errorf("Reopen after Close: %v", err)
+		}
+		r.SetPort(1)
+	}
+}
+
+// shmDir is a directory of its own on a tmpfs.
+func shmDir(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp(DefaultDir, "ferry-test-")
+	if err != nil {
+		t.Skip("no tmpfs:", err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	return dir
+}
+
+func TestRanksGroupsAndInstancesNeverShareAFile(t *testing.T) {
+	dir := t.TempDir()
+	paths := map[string]bool{}
+	for _, instance := range []string{"a", "a_0", "A", "a.b-c_d", strings.Repeat("i", 64)} {
+		for _, group := range []string{"0", groupA, strings.Repeat("f", 128)} {
+			for rank := range 4 {
+				o := smallOptions(dir)
+				o.Identity = Identity{instance, group, rank}
+				paths[mustCreate(t, o).Path()] = true
+				if _, err := Create(t.Context(), o); !errors.Is(err, ErrInUse) {
+					t.Fatalf("%+v opened twice: %v", o.Identity, err)
+				}
+			}
+		}
+	}
+	if len(paths) != 5*3*4 {
+		t.Errorf("%d files", len(paths))
+	}
+}
+
+func TestBadOptionsAreRefusedBeforeAnythingIsMade(t *testing.T) {
+	type set = func(*Options)
+	for name, c := range map[string]struct {
+		set  set
+		want error
+	}{
+		"no instance":        {func(o *Options) { o.Identity.Instance = "" }, ErrName},
+		"path in instance":   {func(o *Options) { o.Identity.Instance = "../x" }, ErrName},
+		"zero byte":          {func(o *Options) { o.Identity.Instance = "a\x00" }, ErrName},
+		"letter not ASCII":   {func(o *Options) { o.Identity.Instance = "ä" }, ErrName},
+		"long instance":      {func(o *Options) { o.Identity.Instance = strings.Repeat("i", 65) }, ErrName},
+		"no group":           {func(o *Options) { o.Identity.Group = "" }, ErrName},
+		"group not hex":      {func(o *Options) { o.Identity.Group = "xyz" }, ErrName},
+		"group upper case":   {func(o *Options) { o.Identity.Group = "ABCDEF012345" }, ErrName},
+		"long group":         {func(o *Options) { o.Identity.Group = strings.Repeat("a", 129) }, ErrName},
+		"negative rank":      {func(o *Options) { o.Identity.Rank = -1 }, ErrName},
+		"large rank":         {func(o *Options) { o.Identity.Rank = 1 << 16 }, ErrName},
+		"no blocks":          {func(o *Options) { o.Geometry.Blocks = 0 }, ErrOptions},
+		"negative blocks":    {func(o *Options) { o.Geometry.Blocks = -1 }, ErrOptions},
+		"too many blocks":    {func(o *Options) { o.Geometry.Blocks = math.MaxInt }, ErrOptions},
+		"no block bytes":     {func(o *Options) { o.Geometry.BlockBytes = 0 }, ErrOptions},
+		"large blocks":       {func(o *Options) { o.Geometry.BlockBytes = MaxBlockBytes + 1 }, ErrOptions},
+		"overflow":           {func(o *Options) { o.Geometry.BlockBytes = MaxBlockBytes; o.Geometry.Blocks = 1 << 24 }, ErrOptions},
+		"negative slots":     {func(o *Options) { o.Geometry.Slots = -1 }, ErrOptions},
+		"too many slots":     {func(o *Options) { o.Geometry.Slots = MaxSlots + 1 }, ErrOptions},
+		"mode not for owner": {func(o *Options) { o.Mode = 0o440 }, ErrOptions},
+		"mode with x":        {func(o *Options) { o.Mode = 0o700 }, ErrOptions},
+		"mode with setuid":   {func(o *Options) { o.Mode = 0o600 | fs.ModeSetuid }, ErrOptions},
+		"no directory":       {func(o *Options) { o.Dir = filepath.Join(o.Dir, "none") }, fs.ErrNotExist},
+	} {
+		dir := t.TempDir()
+		o := smallOptions(dir)
+		c.set(&o)
+		if _, err := Create(t.Context(), o); !errors.Is(err, c.want) {
+			t.Errorf("%s: %v, want %v", name, err, c.want)
+		}
+		wantFiles(t, dir)
+	}
+}
+
+func TestModeIsExactWhateverTheUmask(t *testing.T) {
+	for _, umask := range []int{0, 0o077, 0o777} {
+		for _, mode := range []fs.FileMode{0, 0o600, 0o640, 0o666} {
+			for _, k := range []kernel{kernelCalls, withoutTmpfile()} {
+				o := smallOptions(t.TempDir())
+				o.Mode = mode
+				old := syscall.Umask(umask)
+				r, err := create(t.Context(), o, k)
+				syscall.Umask(old)
+				if err != nil {
+					t.Fatal(err)
+				}
+				st, err := os.Stat(r.Path())
+				if want := max(mode, o.Mode, 0o600); err != nil || st.Mode() != want {
+					t.Errorf("umask %#o, mode %#o: %v, %v", umask, mode, st.Mode(), err)
+				}
+				r.Close(true)
+			}
+		}
+	}
+}
+
+func withoutTmpfile() kernel {
+	k := kernelCalls
+	k.tmpfile = func(int) (int, error) { return -1, unix.EOPNOTSUPP }
+	return k
+}
+
+func TestCreateWorksWithoutTheCallsOfNewKernels(t *testing.T) {
+	for name, change := range map[string]func(*kernel){
+		"no O_TMPFILE":           func(k *kernel) { *k = withoutTmpfile() },
+		"no MADV_POPULATE_WRITE": func(k *kernel) { k.populate = func([]byte) error { return unix.EINVAL } },
+		"no fallocate":           func(k *kernel) { k.fallocate = func(int, int64, int64) error { return unix.EOPNOTSUPP } },
+		"interrupted calls": func(k *kernel) {
+			var n atomic.Int64
+			k.fallocate = func(fd int, off, size int64) error {
+				if n.Add(1)%3 != 0 {
+					return unix.EINTR
+				}
+				return kernelCalls.fallocate(fd, off, size)
+			}
+			k.populate = func(mem []byte) error {
+				if n.Add(1)%3 != 0 {
+					return unix.EINTR
+				}
+				return kernelCalls.populate(mem)
+			}
+		},
+	} {
+		k := kernelCalls
+		change(&k)
+		o := smallOptions(t.TempDir())
+		o.Geometry = Geometry{BlockBytes: 1 << 20, Blocks: 70, Slots: 8} // several chunks
+		// What a creator killed in the fallback leaves:
+		left := filepath.Join(o.Dir, "."+smallName+".new")
+		if name == "no O_TMPFILE" {
+			if err := os.WriteFile(left, []byte("half"), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		r, err := create(t.Context(), o, k)
+		if err != nil {
+			t.Errorf("%s: %v", name, err)
+			continue
+		}
+		wantFiles(t, o.Dir, smallName)
+		m, err := Open(r.Path())
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Pool()[len(r.Pool())-1] = 1
+		if m.Pool()[len(m.Pool())-1] != 1 {
+			t.Errorf("%s: not one memory", name)
+		}
+		st, _ := os.Stat(r.Path())
+		if reserved := st.Sys().(*syscall.Stat_t).Blocks * 512; reserved < st.Size() {
+			t.Errorf("%s: only %d of %d bytes are reserved", name, reserved, st.Size())
+		}
+		m.Close()
+		r.Close(true)
+		wantFiles(t, o.Dir)
+	}
+}
+
+func TestCreateThatFailsLeavesNothingAndFreesTheName(t *testing.T) {
+	boom := errors.New("boom")
+	for _, base := range []kernel{kernelCalls, withoutTmpfile()} {
+		for name, c := range map[string]struct {
+			change func(*kernel, context.CancelCauseFunc)
+			want   error
+		}{
+			"error of fallocate": {func(k *kernel, _ context.CancelCauseFunc) {
+				k.fallocate = func(int, int64, int64) error { return unix.EIO }
+			}, unix.EIO},
+			"error of populate": {func(k *kernel, _ context.CancelCauseFunc) {
+				k.populate = func([]byte) error { return unix.EFAULT }
+			}, unix.EFAULT},
+			"end of ctx while reserving": {func(k *kernel, stop context.CancelCauseFunc) {
+				k.fallocate = func(fd int, off, n int64) error { stop(boom); return kernelCalls.fallocate(fd, off, n) }
+			}, boom},
+			"end of ctx while writing": {func(k *kernel, stop context.CancelCauseFunc) {
+				k.fallocate = func(fd int, off, n int64) error { stop(boom); return unix.EOPNOTSUPP }
+			}, boom},
+			"end of ctx while pre-faulting": {func(k *kernel, stop context.CancelCauseFunc) {
+				k.populate = func([]byte) error { stop(boom); return nil }
+			}, boom},
+		} {
+			k := base
+			ctx, stop := context.WithCancelCause(t.Context())
+			c.change(&k, stop)
+			o := smallOptions(t.TempDir())
+			o.Geometry = Geometry{BlockBytes: 1 << 20, Blocks: 40, Slots: 8}
+			if r, err := create(ctx, o, k); r != nil || !errors.Is(err, c.want) || !strings.Contains(err.Error(), o.Dir) {
+				t.Errorf("%s: %v", name, err)
+			}
+			wantFiles(t, o.Dir)
+			mustCreate(t, o).Close(true)
+		}
+	}
+}
+
+func TestLiveOwnersFileIsNeverReaped(t *testing.T) {
+	dir := shmDir(t)
+	c := startChild(t, "hold", nil, dir)
+	path := c.hear()
+	_, err := Create(t.Context(), smallOptions(dir))
+	if pid := strconv.Itoa(c.cmd.Process.Pid); !errors.Is(err, ErrInUse) || !strings.Contains(err.Error(), path+", pid "+pid) {
+		t.Fatalf("error %v does not name %s and %s", err, path, pid)
+	}
+	m, err := Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if m.OwnerPID() != c.cmd.Process.Pid {
+		t.Errorf("owner %d, want %d", m.OwnerPID(), c.cmd.Process.Pid)
+	}
+	m.Close()
+	c.say("remove")
+	c.hear()
+	wantFiles(t, dir)
+}
+
+func TestDeadOwnersFileIsReapedAndItsEpochAndGenerationsGoOn(t *testing.T) {
+	dir := shmDir(t)
+	for round := range 3 {
+		c := startChild(t, "hold", nil, dir)
+		path := c.hear()
+		m, err := Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer m.Close()
+		if want := uint64(2*round + 1); m.Epoch() != want {
+			t.Fatalf("epoch %d, want %d", m.Epoch(), want)
+		}
+		c.kill()
+		wantFiles(t, dir, smallName)
+		r := mustCreate(t, smallOptions(dir))
+		if r.Epoch() != m.Epoch()+1 || r.Replaced() != c.cmd.Process.Pid || r.header.gen < m.header.gen {
+			t.Fatalf("epoch %d after %d, replaced %d, generations from %d after %d",
+				r.Epoch(), m.Epoch(), r.Replaced(), r.header.gen, m.header.gen)
+		}
+		if m.Pool()[0] != 0 { // the old mapping is still good
+			t.Fatal("byte of the old region changed")
+		}
+		wantFiles(t, dir, smallName)
+		r.Close(false)
+	}
+	os.Remove(filepath.Join(dir, smallName))
+}
+
+func TestGenerationsNeverStartAgainEvenIfTheFileWasRemoved(t *testing.T) {
+	o := smallOptions(t.TempDir())
+	s := Slot{Key: "k"}
+	last := uint64(0)
+	for range 5 {
+		r := mustCreate(t, o)
+		gen := mustFill(t, r.Slots(), 0, s)
+		if gen <= last || gen >= 1<<53 {
+			t.Fatalf("generation %d after %d", gen, last)
+		}
+		last = gen
+		r.Close(true)
+	}
+	if got := firstGen(100, time.Unix(-5, 0)); got != 100 {
+		t.Errorf("first generation %d with a clock before the epoch", got)
+	}
+}
+
+func TestWhatIsNotOursIsLeftAlone(t *testing.T) {
+	region := func(t *testing.T, dir string, change func(f *os.File)) {
+		r, err := Create(t.Context(), smallOptions(dir))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Close(false)
+		f, err := os.OpenFile(r.Path(), os.O_RDWR, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		change(f)
+	}
+	for name, c := range map[string]struct {
+		lay  func(t *testing.T, dir, path string)
+		want error
+	}{
+		"symbolic link": {func(t *testing.T, dir, path string) {
+			other := t.TempDir()
+			region(t, other, func(*os.File) {})
+			must(0, os.Symlink(filepath.Join(other, smallName), path))
+		}, ErrForeign},
+		"dangling link": {func(t *testing.T, dir, path string) { must(0, os.Symlink("/nowhere", path)) }, ErrForeign},
+		"directory":     {func(t *testing.T, dir, path string) { must(0, os.Mkdir(path, 0o700)) }, ErrForeign},
+		"fifo":          {func(t *testing.T, dir, path string) { must(0, unix.Mkfifo(path, 0o600)) }, ErrForeign},
+		"another user's region": {func(t *testing.T, dir, path string) {
+			if os.Geteuid() != 0 {
+				t.Skip("needs root to give a file away")
+			}
+			region(t, dir, func(f *os.File) { must(0, f.Chown(12345, -1)) })
+		}, ErrForeign},
+		"empty file": {func(t *testing.T, dir, path string) { must(0, os.WriteFile(path, nil, 0o600)) }, ErrExists},
+		"other file": {func(t *testing.T, dir, path string) {
+			must(0, os.WriteFile(path, bytes.Repeat([]byte("x"), 10000), 0o600))
+		}, ErrExists},
+		"damaged header": {func(t *testing.T, dir, path string) {
+			region(t, dir, func(f *os.File) { must(f.WriteAt([]byte{1}, offBlocks)) })
+		}, ErrExists},
+		"region cut to a half header": {func(t *testing.T, dir, path string) {
+			region(t, dir, func(f *os.File) { must(0, f.Truncate(headerBytes/2)) })
+		}, ErrExists},
+		"region of another identity": {func(t *testing.T, dir, path string) {
+			o := smallOptions(dir)
+			o.Identity.Rank = 7
+			r := must(Create(t.Context(), o))
+			r.Close(false)
+			must(0, os.Rename(r.Path(), path))
+		}, ErrExists},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			path := filepath.Join(dir, smallName)
+			c.lay(t, dir, path)
+			before, err := os.Lstat(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := Create(t.Context(), smallOptions(dir)); !errors.Is(err, c.want) || !strings.Contains(err.Error(), path) {
+				t.Errorf("Create: %v, want %v", err, c.want)
+			}
+			if _, err := Open(path); c.want == ErrForeign && !errors.Is(err, ErrForeign) {
+				t.Errorf("Open: %v", err)
+			}
+			after, err := os.Lstat(path)
+			if err != nil || !os.SameFile(before, after) {
+				t.Errorf("it was touched: %v", err)
+			}
+			wantFiles(t, dir, smallName)
+		})
+	}
+}
+
+func TestDeadRegionOfAnotherFormatVersionIsReaped(t *testing.T) {
+	o := smallOptions(t.TempDir())
+	r := mustCreate(t, o)
+	r.Close(false)
+	page := make([]byte, headerBytes) // a longer constant part with a layout that only its version knows
+	copy(page, headerMagic)
+	order.PutUint32(page[offVersion:], 9)
+	order.PutUint32(page[offConstLen:], 2000)
+	order.PutUint64(page[2000:], sumOf(page[:2000]))
+	if err := os.WriteFile(r.Path(), page, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open(r.Path()); !errors.Is(err, ErrFormat) || !strings.Contains(err.Error(), "version 9") {
+		t.Errorf("Open: %v", err)
+	}
+	if r := mustCreate(t, o); r.Epoch() != 1 {
+		t.Errorf("epoch %d", r.Epoch())
+	}
+}
+
+func TestClaimOfALiveCreatorIsRespectedAndOfADeadOneTaken(t *testing.T) {
+	o := smallOptions(t.TempDir())
+	path := filepath.Join(o.Dir, "."+smallName+".claim")
+	if err := os.WriteFile(path, []byte("4242\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Create(t.Context(), o); !errors.Is(err, ErrInUse) || !strings.Contains(err.Error(), "created by pid 4242") {
+		t.Errorf("live: %v", err)
+	}
+	f.Close()
+	mustCreate(t, o)
+	wantFiles(t, o.Dir, smallName)
+
+	o.Identity.Instance = "other"
+	name, _ := o.Identity.FileName()
+	if err := os.Symlink("/etc/passwd", filepath.Join(o.Dir, "."+name+".claim")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Create(t.Context(), o); !errors.Is(err, ErrForeign) {
+		t.Errorf("link: %v", err)
+	}
+}
+
+func TestNameTakenByAProcessOutsideTheProtocolIsNotOverwritten(t *testing.T) {
+	o := smallOptions(t.TempDir())
+	k := kernelCalls
+	k.populate = func(mem []byte) error { return os.WriteFile(filepath.Join(o.Dir, smallName), []byte("mine"), 0o600) }
+	if _, err := create(t.Context(), o, k); !errors.Is(err, ErrExists) {
+		t.Error(err)
+	}
+	if b, err := os.ReadFile(filepath.Join(o.Dir, smallName)); string(b) != "mine" {
+		t.Error(b, err)
+	}
+	wantFiles(t, o.Dir, smallName)
+}
+
+func TestCloseAndUnlinkLeaveAnotherFileOfThatNameAlone(t *testing.T) {
+	o := smallOptions(t.TempDir())
+	r := mustCreate(t, o)
+	if err := os.Remove(r.Path()); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(r.Path(), []byte("new"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Unlink(); err != nil {
+		t.Error(err)
+	}
+	if err := r.Close(true); err != nil {
+		t.Error(err)
+	}
+	wantFiles(t, o.Dir, smallName)
+}
+
+func TestUnlinkedRegionStillServesAndLeavesNothing(t *testing.T) {
+	dir := shmDir(t)
+	r := mustCreate(t, smallOptions(dir))
+	for range 2 {
+		if err := r.Unlink(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	wantFiles(t, dir)
+	f, err := r.Reopen(true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := startChild(t, "attach", []*os.File{f}, "w")
+	f.Close()
+	c.hear()
+	c.say("x")
+	c.hear()
+	if r.Pool()[0] != 'x' {
+		t.Error("not one memory")
+	}
+	r.Close(true)
+	if err := r.Unlink(); !errors.Is(err, ErrClosed) {
+		t.Errorf("Unlink after Close: %v", err)
+	}
+}
+
+func TestChildrenAndAttachersDoNotInheritTheLock(t *testing.T) {
+	dir := shmDir(t)
+	other := shmDir(t)
+	r := mustCreate(t, smallOptions(dir))
+	f, err := r.Reopen(true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	plain := startChild(t, "hold", nil, other)
+	plain.hear()
+	attached := startChild(t, "attach", []*os.File{f}, "r")
+	attached.hear()
+	if err := r.Close(false); err != nil { // f and both children are still open
+		t.Fatal(err)
+	}
+	if next := mustCreate(t, smallOptions(dir)); next.Epoch() != 2 {
+		t.Errorf("epoch %d", next.Epoch())
+	}
+	attached.say("sum")
+	attached.hear()
+	f.Close()
+	plain.say("remove")
+	plain.hear()
+}
+
+// Two processes race for one name. Every other time a dead owner's file lies there already. A reader opens all the while.
+func TestOfTwoRacingCreatorsExactlyOneWinsAndNoReaderSeesAHalfMadeFile(t *testing.T) {
+	rounds := 1000
+	if testing.Short() {
+		rounds = 50
+	}
+	dir := shmDir(t)
+	racers := []*child{startChild(t, "race", nil, dir), startChild(t, "race", nil, dir)}
+	var path atomic.Pointer[string]
+	seen := make(chan struct{}, 1)
+	stop, readerErr := make(chan struct{}), make(chan error, 1)
+	go func() {
+		defer close(readerErr)
+		for {
+			select {
+			case <-stop:
+				return
+			default:
+			}
+			p := path.Load()
+			if p == nil {
+				continue
+			}
+			m, err := Open(*p)
+			if errors.Is(err, fs.ErrNotExist) {
+				continue
+			}
+			if err != nil {
+				readerErr <- err
+				return
+			}
+			if p := m.Pool(); len(p) != 16*4096 || p[len(p)-1] != 0 || m.OwnerPID() == 0 || m.Epoch() == 0 {
+				readerErr <- fmt.Errorf("half-made: %d bytes, owner %d, epoch %d", len(p), m.OwnerPID(), m.Epoch())
+				return
+			}
+			m.Close()
+			select {
+			case seen <- struct{}{}:
+			default:
+			}
+		}
+	}()
+	for round := range rounds {
+		o := smallOptions(dir)
+		o.Identity.Instance = "race-" + strconv.Itoa(round)
+		name, _ := o.Identity.FileName()
+		p := filepath.Join(dir, name)
+		path.Store(&p)
+		if round%2 == 1 {
+			mustCreate(t, o).Close(false)
+		}
+		for _, c := range racers {
+			c.say(o.Identity.Instance)
+		}
+		answers := racers[0].hear() + ", " + racers[1].hear()
+		if answers != "won, in use" && answers != "in use, won" {
+			t.Fatalf("round %d: %s", round, answers)
+		}
+		wantFiles(t, dir, name)
+		for _, c := range racers {
+			c.say("close")
+			c.hear()
+		}
+		wantFiles(t, dir)
+	}
+	close(stop)
+	if err := <-readerErr; err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-seen:
+	default:
+		t.Error("the reader never saw a region")
+	}
+}

@@ -1,0 +1,110 @@
+package region
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// SpaceError says that the bytes asked for are not to be had. Its text names the path, both numbers and what to change.
+type SpaceError struct {
+	Path        string
+	Asked, Free int64  // bytes; Asked counts the whole file: pool, slot table and header
+	Limit       string // what is short, e.g. "tmpfs /dev/shm"
+	Fix         string // what to change
+}
+
+// Error implements error.
+func (e *SpaceError) Error() string {
+	return fmt.Sprintf("region: no space for %s: asked %s, free %s of %s; %s",
+		e.Path, bytesText(e.Asked), bytesText(e.Free), e.Limit, e.Fix)
+}
+
+// bytesText gives people a rounded number and scripts the exact one.
+func bytesText(n int64) string {
+	if n < 1<<20 {
+		return fmt.Sprintf("%d bytes", n)
+	}
+	return fmt.Sprintf("%.1f MiB (%d bytes)", float64(n)/(1<<20), n)
+}
+
+const (
+	fixTmpfs = "ask for less, or enlarge it: docker run --shm-size=SIZE (compose: shm_size); Kubernetes: mount there an " +
+		"emptyDir with medium: Memory and a larger sizeLimit; on a host: mount -o remount,size=SIZE DIR"
+	fixInodes = "it has no inodes left: remove files, or mount it with a larger nr_inodes"
+	fixDisk   = "ask for less, free some, or use another directory"
+	fixRlimit = "raise the limit on file sizes (ulimit -f, LimitFSIZE= in a systemd unit)"
+	fixMemory = "ask for less, or raise the limit: docker run --memory=SIZE; Kubernetes: resources.limits.memory (an emptyDir " +
+		"with medium: Memory counts against it)"
+	fixHost = "ask for less, or end something: shared memory is memory"
+)
+
+// checkSpace asks beforehand, because the system's own answers are worse: over RLIMIT_FSIZE it sends SIGXFSZ, and over a memory
+// limit it may kill. What changes between the look and the reservation is caught there (spaceFrom).
+func checkSpace(dir *os.File, path string, size int64) error {
+	var lim unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &lim); err == nil && lim.Cur < uint64(size) {
+		return &SpaceError{Path: path, Asked: size, Free: int64(lim.Cur), Limit: "RLIMIT_FSIZE", Fix: fixRlimit}
+	}
+	v, err := volumeOf(dir)
+	if err != nil {
+		return err
+	}
+	if v.free < size {
+		return &SpaceError{Path: path, Asked: size, Free: v.free, Limit: v.what, Fix: v.fix}
+	}
+	if !v.memory {
+		return nil
+	}
+	if m, ok := systemMemory.free(); ok && m.free < size {
+		return &SpaceError{Path: path, Asked: size, Free: m.free, Limit: m.what, Fix: m.fix}
+	}
+	return nil
+}
+
+// volume is what statfs says of a directory's file system.
+type volume struct {
+	free   int64 // bytes; MaxInt64 if it has no limit
+	inodes bool  // there are inodes left
+	memory bool  // its files are memory
+	what   string
+	fix    string
+}
+
+func volumeOf(dir *os.File) (volume, error) {
+	var st unix.Statfs_t
+	if err := unix.Fstatfs(int(dir.Fd()), &st); err != nil {
+		return volume{}, fmt.Errorf("region: statfs %s: %w", dir.Name(), err)
+	}
+	v := volume{free: math.MaxInt64, inodes: st.Files == 0 || st.Ffree > 0, what: "the file system of " + dir.Name(), fix: fixDisk}
+	if st.Type == unix.TMPFS_MAGIC || st.Type == unix.RAMFS_MAGIC {
+		v.memory, v.what, v.fix = true, "tmpfs "+dir.Name(), fixTmpfs
+	}
+	if st.Blocks > 0 && st.Bavail < math.MaxInt64/uint64(st.Bsize) { // a tmpfs without a limit says 0 blocks
+		v.free = int64(st.Bavail) * int64(st.Bsize)
+	}
+	return v, nil
+}
+
+// spaceFrom turns the system's words for "no more" into a *SpaceError, and leaves other errors alone.
+func spaceFrom(err error, dir *os.File, path string, size int64) error {
+	short := errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) || errors.Is(err, unix.EFBIG)
+	noMemory := errors.Is(err, unix.ENOMEM)
+	if !short && !noMemory {
+		return err
+	}
+	v, verr := volumeOf(dir)
+	if verr != nil {
+		return errors.Join(err, verr)
+	}
+	if m, ok := systemMemory.free(); noMemory && ok {
+		return &SpaceError{Path: path, Asked: size, Free: m.free, Limit: m.what, Fix: m.fix}
+	}
+	if !v.inodes {
+		v.fix = fixInodes
+	}
+	return &SpaceError{Path: path, Asked: size, Free: v.free, Limit: v.what, Fix: v.fix}
+}
