@@ -195,7 +195,7 @@ func (a *Announcement) Validate() error {
 	}
 	if a.Shape != nil {
 		if len(a.Shape) != 2 || a.Shape[0] < 1 || a.Shape[1] < 1 || a.Shape[0] > math.MaxInt/a.Shape[1] {
-			return bad("shape", a.Shape, wantShape)
+			return bad("shape", string(encodeInts(a.Shape)), wantShape)
 		}
 	}
 	return nil
