@@ -32,7 +32,7 @@ type Dealer struct {
 
 	// Guarded by l.mu.
 	link link
-	q    sendq
+	q    outlet
 
 	// Owner only.
 	s         *socket // nil between attempts
@@ -55,10 +55,17 @@ func (l *Loop) Dial(ctx context.Context, addr string, h DealerHandler) (*Dealer,
 	}
 	d := &Dealer{l: l, h: h, addr: addr, host: host, port: port}
 	d.alarm = alarm{m: d, index: -1}
-	return d, l.post(func() {
+	err = l.post(func() {
 		l.members[d] = struct{}{}
+		l.mu.Lock()
+		d.q.flow = newFlow()
+		l.mu.Unlock()
 		d.connect()
 	})
+	if err != nil {
+		return nil, err
+	}
+	return d, nil
 }
 
 // Addr is the address given to Dial.
@@ -99,6 +106,10 @@ func (d *Dealer) release() {
 	d.disconnect()
 	d.l.alarms.stop(&d.alarm)
 	delete(d.l.members, d)
+	d.l.mu.Lock()
+	defer d.l.mu.Unlock()
+	d.link = linkDown // a Send that is under way touches the queue no more
+	d.q.flow.drop()
 }
 
 func (d *Dealer) disconnect() {
@@ -281,41 +292,14 @@ func (d *Dealer) room() bool {
 }
 
 // flush hands messages to libzmq until there are none, or no room. It returns how many it handed over.
-func (d *Dealer) flush() (sent int) {
+func (d *Dealer) flush() int {
 	if !d.connected {
 		return 0
 	}
-	d.full = false
-	var n int
-	var bytes int64
-	for {
-		body, ok := d.q.next()
-		if !ok {
-			d.l.mu.Lock()
-			d.q.settle(n, bytes)
-			more := d.q.refill()
-			d.l.mu.Unlock()
-			if !more {
-				return sent
-			}
-			n, bytes = 0, 0
-			continue
-		}
-		switch errno := send(d.s.raw, "", body); errno {
-		case 0:
-			d.q.pop()
-			n++
-			sent++
-			bytes += int64(len(body))
-			continue
-		case syscall.EAGAIN:
-			d.full = true
-		default:
-			d.l.fail(fmt.Errorf("control: send: %w", errno))
-		}
-		d.l.mu.Lock()
-		d.q.settle(n, bytes)
-		d.l.mu.Unlock()
-		return sent
+	sent, errno := d.q.drain(d.l, d.s.raw, "", nil)
+	d.full = errno == syscall.EAGAIN
+	if errno != 0 && !d.full {
+		d.l.fail(fmt.Errorf("control: send: %w", errno))
 	}
+	return sent
 }

@@ -1,23 +1,30 @@
 package control
 
-// sendq holds the messages accepted for one destination and not yet given to libzmq. Send appends to in under Loop.mu; the owner
-// works through out without the lock and swaps the two when out is empty.
-type sendq struct {
-	in  [][]byte // guarded by Loop.mu
-	out [][]byte // owner only
-	at  int      // next in out; owner only
+import (
+	"fmt"
+	"syscall"
+	"unsafe"
+)
+
+// outlet is what waits for one destination: the messages accepted and not yet given to libzmq, and a count of what libzmq holds.
+// Send appends to in under Loop.mu; the owner works through out without the lock, and swaps the two when out is empty.
+type outlet struct {
+	in   [][]byte // guarded by Loop.mu
+	out  [][]byte // owner only
+	at   int      // next in out; owner only
+	flow flow
 
 	n     int   // messages in both; guarded by Loop.mu
 	bytes int64 // their bytes; guarded by Loop.mu
 }
 
 // push accepts body or says why not. Caller holds Loop.mu.
-func (q *sendq) push(body []byte, o *Options) error {
+func (q *outlet) push(body []byte, o *Options) error {
 	size := int64(len(body))
 	switch {
 	case size > o.QueueBytes:
-		return ErrTooLarge
-	case q.n >= o.Queue || q.bytes+size > o.QueueBytes:
+		return fmt.Errorf("%w: %d bytes, where Options.QueueBytes allows %d", ErrTooLarge, size, o.QueueBytes)
+	case q.n >= o.Queue || q.bytes+q.flow.held()+size > o.QueueBytes:
 		return ErrQueueFull
 	}
 	q.in = append(q.in, body)
@@ -26,38 +33,42 @@ func (q *sendq) push(body []byte, o *Options) error {
 	return nil
 }
 
-// refill makes the messages accepted meanwhile available to the owner, and says whether there are any. Caller holds Loop.mu.
-func (q *sendq) refill() bool {
-	if q.at < len(q.out) {
-		return true
+// drain hands messages to libzmq. It returns how many, and 0 when there are none left, syscall.EAGAIN when libzmq has no room, or
+// what else stopped it. Owner only. settled is called under Loop.mu when there are none left.
+func (q *outlet) drain(l *Loop, socket unsafe.Pointer, id string, settled func()) (sent int, errno syscall.Errno) {
+	n, bytes := 0, int64(0) // handed over and still accounted for
+	for {
+		for q.at < len(q.out) && errno == 0 {
+			body := q.out[q.at]
+			if errno = send(socket, q.flow, id, body); errno == 0 {
+				q.out[q.at] = nil // let go of it now: it may be large
+				q.at++
+				n++
+				bytes += int64(len(body))
+			}
+		}
+		l.mu.Lock()
+		q.n -= n
+		q.bytes -= bytes
+		if errno == 0 {
+			q.in, q.out, q.at = q.out[:0], q.in, 0
+		}
+		done := errno != 0 || len(q.out) == 0
+		if done && errno == 0 && settled != nil {
+			settled()
+		}
+		l.mu.Unlock()
+		sent += n
+		if done {
+			return sent, errno
+		}
+		n, bytes = 0, 0
 	}
-	q.in, q.out, q.at = q.out[:0], q.in, 0
-	return len(q.out) > 0
 }
 
-// next gives the message at the head. Owner only.
-func (q *sendq) next() ([]byte, bool) {
-	if q.at == len(q.out) {
-		return nil, false
-	}
-	return q.out[q.at], true
-}
-
-// pop drops the head, whose bytes remain accounted for until settle. Owner only.
-func (q *sendq) pop() {
-	q.out[q.at] = nil // the body may be large: let it go now
-	q.at++
-}
-
-// settle accounts for messages that left. Caller holds Loop.mu.
-func (q *sendq) settle(n int, bytes int64) {
-	q.n -= n
-	q.bytes -= bytes
-}
-
-// clear drops everything and returns how many messages that was. Owner only; caller holds Loop.mu.
-func (q *sendq) clear() int {
+// clear drops what waits and returns how many messages that was. Owner only; caller holds Loop.mu.
+func (q *outlet) clear() int {
 	n := q.n
-	*q = sendq{}
+	q.in, q.out, q.at, q.n, q.bytes = nil, nil, 0, 0, 0
 	return n
 }

@@ -52,7 +52,7 @@ type conn struct{ peers []*peer }
 type peer struct {
 	src    Source
 	fd     int
-	q      sendq
+	q      outlet
 	queued bool // in dirty or blocked; guarded by Loop.mu
 }
 
@@ -167,6 +167,12 @@ func (r *Router) release() {
 	r.s.close(r.l)
 	r.l.alarms.stop(&r.alarm)
 	delete(r.l.members, r)
+	r.l.mu.Lock()
+	defer r.l.mu.Unlock()
+	for id, p := range r.peers {
+		delete(r.peers, id) // a Send that is under way finds nobody
+		p.q.flow.drop()
+	}
 }
 
 // turn implements member.
@@ -254,6 +260,7 @@ func (r *Router) newPeer() (p *peer, filed bool) {
 	if c == nil {
 		return p, false
 	}
+	p.q.flow = newFlow()
 	c.peers = append(c.peers, p)
 	r.l.mu.Lock()
 	r.peers[p.src.ID] = p
@@ -293,6 +300,7 @@ func (r *Router) leave(c *conn) {
 		delete(r.peers, p.src.ID)
 		r.unroutable += uint64(p.q.clear())
 		r.l.mu.Unlock()
+		p.q.flow.drop() // nobody finds p any more
 		if r.left != nil && !r.ended(r.l) {
 			r.left.Left(p.src)
 		}
@@ -322,42 +330,17 @@ func (r *Router) flush() (tried int) {
 
 // drain hands the messages of p to libzmq until there are none, or no room.
 func (r *Router) drain(p *peer) {
-	var n int
-	var bytes int64
-	for {
-		body, ok := p.q.next()
-		if !ok {
-			r.l.mu.Lock()
-			p.q.settle(n, bytes)
-			more := p.q.refill()
-			p.queued = more
-			r.l.mu.Unlock()
-			if !more {
-				return
-			}
-			n, bytes = 0, 0
-			continue
-		}
-		switch errno := send(r.s.raw, p.src.ID, body); errno {
-		case 0:
-			p.q.pop()
-			n++
-			bytes += int64(len(body))
-			continue
-		case syscall.EAGAIN:
-			r.blocked = append(r.blocked, p)
-			r.l.mu.Lock()
-			p.q.settle(n, bytes)
-			r.l.mu.Unlock()
-		case syscall.EHOSTUNREACH: // gone; the monitor is about to say so
-			r.l.mu.Lock()
-			p.q.settle(n, bytes)
-			r.unroutable += uint64(p.q.clear())
-			p.queued = false
-			r.l.mu.Unlock()
-		default:
-			r.l.fail(fmt.Errorf("control: send: %w", errno))
-		}
-		return
+	_, errno := p.q.drain(r.l, r.s.raw, p.src.ID, func() { p.queued = false })
+	switch errno {
+	case 0:
+	case syscall.EAGAIN:
+		r.blocked = append(r.blocked, p)
+	case syscall.EHOSTUNREACH: // gone; the monitor is about to say so
+		r.l.mu.Lock()
+		r.unroutable += uint64(p.q.clear())
+		p.queued = false
+		r.l.mu.Unlock()
+	default:
+		r.l.fail(fmt.Errorf("control: send: %w", errno))
 	}
 }

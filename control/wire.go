@@ -9,8 +9,14 @@ package control
 #cgo noescape ferry_peer_address
 #cgo nocallback ferry_peer_address
 #include <errno.h>
+#include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 #include <zmq.h>
+
+// Bodies from here on are counted in bytes while libzmq holds them. libzmq copies smaller messages into buffers of this size
+// before it writes, and its own limit, which counts messages, bounds them well enough.
+#define FERRY_LARGE 8192
 
 // ferry_msg holds a message until the next one is received. Parts beyond the third are read and thrown away.
 typedef struct {
@@ -69,18 +75,72 @@ static int ferry_part(void *socket, const void *data, size_t size, int flags)
 	return rc < 0 ? -errno : 0;
 }
 
-// Sends [id, "", body], or ["", body] if there is no id, without waiting. Only the first part can be refused: libzmq has then
-// taken nothing. When the connection breaks between the parts the message is lost, as it is when it breaks right after them.
-static int ferry_send(void *socket, const void *id, size_t id_size, const void *body, size_t size)
+// ferry_flow counts the bytes of large bodies that libzmq holds for a destination. It lives until its owner and all bodies are gone.
+typedef struct {
+	int64_t bytes;
+	int64_t refs;
+} ferry_flow;
+
+// ferry_body is a large body in libzmq's hands; the bytes follow it.
+typedef struct {
+	ferry_flow *flow;
+	size_t size;
+} ferry_body;
+
+static void ferry_flow_drop(ferry_flow *f)
 {
-	int rc;
-	if (id_size > 0 && (rc = ferry_part(socket, id, id_size, ZMQ_SNDMORE)) < 0)
-		return rc;
-	rc = ferry_part(socket, "", 0, ZMQ_SNDMORE);
-	if (rc < 0)
-		return id_size > 0 ? 0 : rc;
-	ferry_part(socket, body, size, 0);
+	if (__atomic_sub_fetch(&f->refs, 1, __ATOMIC_ACQ_REL) == 0)
+		free(f);
+}
+
+// Called by libzmq, on any of its threads, when a body has been written to the connection or thrown away.
+static void ferry_body_free(void *data, void *hint)
+{
+	ferry_body *b = hint;
+	(void)data;
+	__atomic_sub_fetch(&b->flow->bytes, (int64_t)b->size, __ATOMIC_RELAXED);
+	ferry_flow_drop(b->flow);
+	free(b);
+}
+
+// Makes room for a large body, which is copied once it is clear that libzmq takes the message.
+static int ferry_body_new(zmq_msg_t *msg, ferry_flow *flow, size_t size)
+{
+	ferry_body *b = malloc(sizeof *b + size);
+	if (!b)
+		return -ENOMEM;
+	b->flow = flow;
+	b->size = size;
+	if (zmq_msg_init_data(msg, b + 1, size, ferry_body_free, b) < 0) {
+		free(b);
+		return -ENOMEM;
+	}
+	__atomic_add_fetch(&flow->refs, 1, __ATOMIC_RELAXED);
+	__atomic_add_fetch(&flow->bytes, (int64_t)size, __ATOMIC_RELAXED);
 	return 0;
+}
+
+// Sends [id, "", body], or ["", body] if there is no id, without waiting. Only the first part can be refused, and libzmq has then
+// taken nothing. When the connection breaks between the parts the message is lost, as it is when it breaks right after them.
+static int ferry_send(void *socket, ferry_flow *flow, const void *id, size_t id_size, const void *body, size_t size)
+{
+	zmq_msg_t msg;
+	int rc = size < FERRY_LARGE ? zmq_msg_init_size(&msg, size) : ferry_body_new(&msg, flow, size);
+	if (rc < 0)
+		return -ENOMEM;
+	int first = ferry_part(socket, id, id_size, ZMQ_SNDMORE); // the id or, without one, the empty part
+	if (first == 0 && id_size > 0)
+		ferry_part(socket, "", 0, ZMQ_SNDMORE);
+	if (first == 0) {
+		if (size > 0)
+			memcpy(zmq_msg_data(&msg), body, size);
+		do
+			rc = zmq_msg_send(&msg, socket, ZMQ_DONTWAIT);
+		while (rc < 0 && errno == EINTR);
+	}
+	if (first < 0 || rc < 0)
+		zmq_msg_close(&msg);
+	return first;
 }
 */
 import "C"
@@ -88,6 +148,7 @@ import "C"
 import (
 	"errors"
 	"reflect"
+	"sync/atomic"
 	"syscall"
 	"unsafe"
 
@@ -144,8 +205,29 @@ func (in inbound) peer() string {
 	return ""
 }
 
-// send hands [id, "", body] to libzmq, which copies it; without an id, ["", body].
-func send(socket unsafe.Pointer, id string, body []byte) syscall.Errno {
-	rc := C.ferry_send(socket, unsafe.Pointer(unsafe.StringData(id)), C.size_t(len(id)), unsafe.Pointer(unsafe.SliceData(body)), C.size_t(len(body)))
+// flow counts the bytes of large bodies that libzmq holds for one destination. Its zero value, before there is a socket, counts none.
+type flow struct{ f *C.ferry_flow }
+
+func newFlow() flow {
+	f := (*C.ferry_flow)(C.calloc(1, C.sizeof_ferry_flow))
+	f.refs = 1
+	return flow{f}
+}
+
+// held is how many bytes libzmq holds.
+func (f flow) held() int64 {
+	if f.f == nil {
+		return 0
+	}
+	return atomic.LoadInt64((*int64)(unsafe.Pointer(&f.f.bytes)))
+}
+
+// drop gives the flow up; libzmq may still hold bodies.
+func (f flow) drop() { C.ferry_flow_drop(f.f) }
+
+// send hands [id, "", body] to libzmq, which copies it; without an id, ["", body]. syscall.EAGAIN says that there is no room,
+// syscall.EHOSTUNREACH that a ROUTER knows nobody by that id.
+func send(socket unsafe.Pointer, f flow, id string, body []byte) syscall.Errno {
+	rc := C.ferry_send(socket, f.f, unsafe.Pointer(unsafe.StringData(id)), C.size_t(len(id)), unsafe.Pointer(unsafe.SliceData(body)), C.size_t(len(body)))
 	return syscall.Errno(-rc)
 }
