@@ -217,12 +217,10 @@ type Peer struct {
 	over  bool // under agent.mu
 }
 
-// AddPeer makes another agent known by its metadata. An agent that restarted under its old name replaces the earlier Peer, which is
-// ErrStalePeer from then on. Metadata that is not NIXL's is an error.
+// AddPeer makes another agent known by its metadata. Metadata of an agent that is known already refreshes it (it may have registered
+// more since) and gives the same Peer. An agent that restarted under its old name is a new Peer; the earlier one is ErrStalePeer from
+// then on. Metadata that is not NIXL's is an error.
 func (a *Agent) AddPeer(metadata []byte) (*Peer, error) {
-	if len(metadata) == 0 {
-		return nil, fmt.Errorf("%w: empty metadata", ErrBadArgument)
-	}
 	name, err := peekName(metadata)
 	if err != nil {
 		return nil, err
@@ -233,15 +231,20 @@ func (a *Agent) AddPeer(metadata []byte) (*Peer, error) {
 	defer a.leave()
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if old := a.peers[name]; old != nil {
-		// NIXL refuses to load other metadata over a name it knows; forgetting an unknown one is an error that does not matter.
+	got, s := a.c.loadPeer(a.h, metadata)
+	old := a.peers[name]
+	if s == StatusSuccess && old != nil {
+		return old, nil
+	}
+	if s != StatusSuccess && old != nil {
+		// NIXL refuses the metadata of another incarnation over a name that it knows.
 		old.over = true
 		delete(a.peers, name)
 		a.c.invalidatePeer(a.h, name)
+		got, s = a.c.loadPeer(a.h, metadata)
 	}
-	got, s := a.c.loadPeer(a.h, metadata)
 	if s != StatusSuccess {
-		return nil, s.err(fmt.Sprintf("load metadata of peer (%d bytes)", len(metadata)))
+		return nil, s.err(fmt.Sprintf("load %d bytes of metadata of peer %s", len(metadata), name))
 	}
 	p := &Peer{agent: a, name: got}
 	a.peers[got] = p
