@@ -1,6 +1,7 @@
 package control
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"strconv"
@@ -94,4 +95,11 @@ func rawSocket(t testing.TB, ctx *zmq4.Context, kind zmq4.Type) *zmq4.Socket {
 	s.SetRcvtimeo(patience)
 	t.Cleanup(func() { s.Close() })
 	return s
+}
+
+func wantGone(t testing.TB, err error) {
+	t.Helper()
+	if !errors.Is(err, ErrGone) {
+		t.Fatalf("got %v, want ErrGone", err)
+	}
 }
