@@ -13,11 +13,12 @@ import (
 
 // Constants of a pull that nobody has needed to set.
 const (
-	firstPause = 10 * time.Millisecond  // after the first NOT_READY or failure; doubles
-	longPause  = 500 * time.Millisecond // the longest
-	maxRetries = 3                      // failed READs and verifications
-	slowAfter  = 5 * time.Second        // a pull that takes longer says once what it waits for
-	boxSize    = 8                      // messages for one key that have not been looked at; more are late
+	firstPause  = 10 * time.Millisecond  // after the first NOT_READY or failure; doubles
+	longPause   = 500 * time.Millisecond // the longest
+	maxRetries  = 3                      // failed READs and verifications
+	maxVerifies = 4                      // questions about one READ: its bytes are there, so asking is cheaper than another READ
+	slowAfter   = 5 * time.Second        // a pull that takes longer says once what it waits for
+	boxSize     = 8                      // messages for one key that have not been looked at; more are late
 )
 
 // errAbandoned is the cause of a flight that nobody waits for any more.
@@ -47,12 +48,13 @@ type flight struct {
 	slow  *time.Timer
 	local <-chan struct{} // queued: the filler's end
 	moved <-chan struct{} // connecting, asking: the connection's next change
+	route route           // opening to verifying
+	link  *planeLink      // opening to verifying
+	read  transfer.Read   // reading, verifying
 
 	try, firstTry uint64    // of the last request, and of the first whose ack may be acted on
 	ack           *wire.Ack // that came with evGranted
 	granted       *granted
-	read          transfer.Read
-	link          *planeLink
 	failed        map[string]int  // failures by plane
 	beyond        map[string]bool // planes that cannot reach the peer
 	verifies      int             // sent for this READ
@@ -137,8 +139,10 @@ func (f *flight) enter(s state) event {
 	case pausing:
 		f.endRead()
 		f.timer.Reset(f.pause())
+	case opening:
+		return f.open()
 	case reading:
-		return f.startRead()
+		return f.post()
 	case verifying:
 		return f.verify()
 	}
@@ -147,8 +151,11 @@ func (f *flight) enter(s state) event {
 
 // wait gives the next event of the present state.
 func (f *flight) wait() event {
-	var read <-chan struct{}
-	if f.state == reading {
+	var opened, read <-chan struct{}
+	switch f.state {
+	case opening:
+		opened = f.link.ready
+	case reading:
 		read = f.read.Done()
 	}
 	for {
@@ -165,6 +172,8 @@ func (f *flight) wait() event {
 			if ev := f.connMoved(); ev != evNone {
 				return ev
 			}
+		case <-opened:
+			return f.opened()
 		case <-read:
 			return f.readEnded()
 		case <-f.timer.C:
@@ -318,8 +327,10 @@ func (f *flight) timedOut() event {
 		f.err = fmt.Errorf("%w: %s not connected within %v: %w", ErrUnreachable, f.want.addr, f.c.t.Connect, orElse(down, ErrTimeout))
 	case reading:
 		f.err = fmt.Errorf("%w: READ of %q from %s took over %v", ErrTimeout, f.want.key, f.want.addr, f.c.t.Read)
+	case opening:
+		return f.readFailed(fmt.Errorf("%w: adding the peer took over %v", ErrTimeout, f.openWait()))
 	case verifying:
-		if f.verifies >= 2 {
+		if f.verifies >= maxVerifies {
 			return f.again(fmt.Errorf("%w: %s did not verify the READ of %q", ErrTimeout, f.want.addr, f.want.key), evNotVerified)
 		}
 	}

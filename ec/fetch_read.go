@@ -61,83 +61,97 @@ func (f *flight) best() (route, bool) {
 	return best, found
 }
 
-// startRead posts the READ on the best plane that reaches the peer.
-func (f *flight) startRead() event {
-	f.verifies = 0
-	for {
-		r, ok := f.best()
-		if !ok {
-			f.err = fmt.Errorf("%w: no data plane of ours (%v) reads from %s%s", ErrUnreachable, f.c.planes, f.want.addr, f.after())
-			return evGaveUp
-		}
-		err := f.post(r)
-		switch {
-		case err == nil:
-			f.timer.Reset(f.c.t.Read)
-			return evNone
-		case f.ctx.Err() != nil:
-			return f.ended()
-		case errors.Is(err, transfer.ErrUnreachable):
-			f.beyond[r.plane.Name()] = true
-			f.err = fmt.Errorf("plane %s: %w", r.plane.Name(), err)
-			continue
-		}
-		return f.readFailed(r.plane.Name(), err)
+// open begins to make the peer readable on the best plane.
+func (f *flight) open() event {
+	f.endRead()
+	r, ok := f.best()
+	if !ok {
+		f.err = fmt.Errorf("%w: no data plane of ours (%v) reads from %s%s", ErrUnreachable, f.c.planes, f.want.addr, f.after())
+		return evGaveUp
+	}
+	l, err := f.peer.open(r.plane.Name(), r.metadata, r.add)
+	if err != nil {
+		f.err = err
+		return evGaveUp
+	}
+	f.route, f.link = r, l
+	f.timer.Reset(f.openWait())
+	return evNone
+}
+
+// openWait is longer than the link's own limit, for a plane that does not keep to it.
+func (f *flight) openWait() time.Duration { return 2 * f.c.t.Connect }
+
+// opened is the end of adding the peer.
+func (f *flight) opened() event {
+	switch err := f.link.err; {
+	case err == nil:
+		return evOpened
+	case errors.Is(err, transfer.ErrUnreachable):
+		return f.outOfReach(err)
+	default:
+		return f.readFailed(err)
 	}
 }
 
-func (f *flight) post(r route) error {
-	l, err := f.peer.open(f.ctx, r.plane.Name(), r.metadata, r.add)
-	if err != nil {
-		return err
-	}
-	req := transfer.ReadRequest{Token: r.token, Remote: f.granted.remote, Local: f.res.Buffers()}
+func (f *flight) outOfReach(err error) event {
+	name := f.route.plane.Name()
+	f.beyond[name] = true
+	f.err = fmt.Errorf("plane %s: %w", name, err)
+	return evBeyond
+}
+
+// post starts the READ. While it is not posted nothing writes the destination.
+func (f *flight) post() event {
+	f.verifies = 0
+	req := transfer.ReadRequest{Token: f.route.token, Remote: f.granted.remote, Local: f.res.Buffers()}
 	if !f.granted.own {
 		req.Notification = wire.Notification(f.peer.session, f.want.key)
 	}
-	rd, err := l.peer.Read(f.ctx, req)
-	if err != nil {
-		f.distrust(l, err)
-		f.peer.unlink(l)
-		return err
+	rd, err := f.link.peer.Read(f.ctx, req)
+	switch {
+	case err == nil:
+		f.read = rd
+		f.timer.Reset(f.c.t.Read)
+		return evNone
+	case errors.Is(err, transfer.ErrUnreachable):
+		f.peer.retire(f.link)
+		return f.outOfReach(err)
+	default:
+		return f.readFailed(err)
 	}
-	f.read, f.link = rd, l
-	return nil
 }
 
 // readEnded is the READ's terminal status: nothing writes the destination from here on.
 func (f *flight) readEnded() event {
-	err := f.read.Err()
-	if err == nil {
-		return evRead
+	if err := f.read.Err(); err != nil {
+		return f.readFailed(err)
 	}
-	f.distrust(f.link, err)
-	return f.readFailed(f.link.name, err)
+	return evRead
 }
 
-// endRead gives the link back once the READ has ended.
-func (f *flight) endRead() {
-	if f.link != nil {
-		f.peer.unlink(f.link)
-		f.link = nil
-	}
-}
-
-func (f *flight) readFailed(plane string, err error) event {
-	f.failed[plane]++
+// readFailed counts a failure of the plane in use. Unless it is about the one READ only, the next READ adds the peer anew.
+func (f *flight) readFailed(err error) event {
+	name := f.route.plane.Name()
+	f.failed[name]++
 	f.c.stats.readErrors.Add(1)
-	err = fmt.Errorf("%w: READ of %q from %s by plane %s: %w", ErrPeer, f.want.key, f.want.addr, plane, err)
-	if errors.Is(err, transfer.ErrBadRequest) {
+	if !errors.Is(err, transfer.ErrDenied) && !errors.Is(err, transfer.ErrBadRequest) && !errors.Is(err, transfer.ErrCanceled) {
+		f.peer.retire(f.link)
+	}
+	bad := errors.Is(err, transfer.ErrBadRequest)
+	err = fmt.Errorf("%w: READ of %q from %s by plane %s: %w", ErrPeer, f.want.key, f.want.addr, name, err)
+	if bad {
 		f.err = err
 		return evGaveUp // it will not get better
 	}
 	return f.again(err, evReadFailed)
 }
 
-// distrust retires a link unless the error is about the one READ only: the next READ adds the peer anew.
-func (f *flight) distrust(l *planeLink, err error) {
-	if !errors.Is(err, transfer.ErrDenied) && !errors.Is(err, transfer.ErrBadRequest) && !errors.Is(err, transfer.ErrCanceled) {
-		f.peer.retire(l)
+// endRead gives the link back once no READ uses it.
+func (f *flight) endRead() {
+	if f.link != nil {
+		f.peer.unlink(f.link)
+		f.link = nil
 	}
 }
 

@@ -10,6 +10,7 @@ const (
 	connecting              // the peer is not connected
 	asking                  // a request is out, its ack is awaited
 	pausing                 // before asking again
+	opening                 // the peer is being added to a data plane
 	reading                 // a READ may write the destination
 	verifying               // the READ is complete; is what was read what was granted?
 	done
@@ -21,6 +22,7 @@ var stateNames = [...]string{
 	connecting: "a connection",
 	asking:     "an ack",
 	pausing:    "the next try",
+	opening:    "a data plane to reach the peer",
 	reading:    "a READ",
 	verifying:  "the verification of a READ",
 	done:       "nothing",
@@ -40,6 +42,8 @@ const (
 	evNotReady                 // NACK_NOT_READY
 	evRefused                  // any other NACK, a bad ack, or no way to ask at all
 	evNotSent                  // the outgoing queue is full
+	evOpened                   // a data plane reaches the peer
+	evBeyond                   // this one does not; there may be another
 	evRead                     // the READ is complete
 	evReadFailed               // it ended with an error, or could not be posted: nothing writes the destination
 	evVerified                 // the bytes are those granted
@@ -87,6 +91,7 @@ var (
 	ask = move{kind: goes, to: asking}
 	pau = move{kind: goes, to: pausing}
 	pal = move{kind: goes, to: pausing, letGo: true}
+	ope = move{kind: goes, to: opening}
 	rea = move{kind: goes, to: reading}
 	ver = move{kind: goes, to: verifying}
 	end = move{kind: goes, to: done}
@@ -98,11 +103,12 @@ var (
 
 // In pausing, an OK ack of an earlier, slow try is as good as one of the next.
 var table = [states][events]move{
-	//            reserved local changed up  down granted notReady refused notSent read failed verified not gaveUp timeout budget abandoned
-	queued:     {con, end, que, xxx, xxx, xxx, xxx, end, xxx, xxx, xxx, xxx, xxx, xxx, xxx, end, end},
-	connecting: {xxx, xxx, xxx, ask, s__, s__, s__, fre, xxx, xxx, xxx, s__, s__, xxx, fre, fre, fre},
-	asking:     {xxx, xxx, xxx, s__, con, rea, pau, fre, pau, xxx, xxx, s__, s__, xxx, con, fre, fre},
-	pausing:    {xxx, xxx, xxx, s__, s__, rea, s__, fre, xxx, xxx, xxx, s__, s__, xxx, con, fre, fre},
-	reading:    {xxx, xxx, xxx, s__, s__, s__, s__, s__, xxx, ver, pal, s__, s__, frl, qua, qua, qua},
-	verifying:  {xxx, xxx, xxx, s__, s__, s__, s__, s__, xxx, xxx, xxx, com, pal, frl, ver, frl, frl},
+	//            reserved local changed up down granted notReady refused notSent opened beyond read failed verified not gaveUp timeout budget abandoned
+	queued:     {con, end, que, xxx, xxx, xxx, xxx, end, xxx, xxx, xxx, xxx, xxx, xxx, xxx, xxx, xxx, end, end},
+	connecting: {xxx, xxx, xxx, ask, s__, s__, s__, fre, xxx, xxx, xxx, xxx, xxx, s__, s__, xxx, fre, fre, fre},
+	asking:     {xxx, xxx, xxx, s__, con, ope, pau, fre, pau, xxx, xxx, xxx, xxx, s__, s__, xxx, con, fre, fre},
+	pausing:    {xxx, xxx, xxx, s__, s__, ope, s__, fre, xxx, xxx, xxx, xxx, xxx, s__, s__, xxx, con, fre, fre},
+	opening:    {xxx, xxx, xxx, s__, s__, s__, s__, s__, xxx, rea, ope, xxx, pal, s__, s__, frl, xxx, frl, frl},
+	reading:    {xxx, xxx, xxx, s__, s__, s__, s__, s__, xxx, xxx, ope, ver, pal, s__, s__, frl, qua, qua, qua},
+	verifying:  {xxx, xxx, xxx, s__, s__, s__, s__, s__, xxx, xxx, xxx, xxx, xxx, com, pal, frl, ver, frl, frl},
 }

@@ -288,11 +288,12 @@ type planeLink struct {
 	closing bool
 }
 
-// open gives the link of a name, adding it if there is none with that metadata. The caller gives it back with unlink.
-func (p *peer) open(ctx context.Context, name string, metadata []byte, add func(context.Context) (transfer.Peer, error)) (*planeLink, error) {
+// open gives the link of a name, adding it if there is none with that metadata. Whether that worked is known when its ready is
+// closed. The caller gives it back with unlink.
+func (p *peer) open(name string, metadata []byte, add func(context.Context) (transfer.Peer, error)) (*planeLink, error) {
 	p.mu.Lock()
+	defer p.mu.Unlock()
 	if p.closed {
-		p.mu.Unlock()
 		return nil, ErrClosed
 	}
 	l := p.links[name]
@@ -307,18 +308,6 @@ func (p *peer) open(ctx context.Context, name string, metadata []byte, add func(
 		go p.add(l, add)
 	}
 	l.refs++
-	p.mu.Unlock()
-
-	select {
-	case <-l.ready:
-	case <-ctx.Done():
-		p.unlink(l)
-		return nil, ctx.Err()
-	}
-	if l.err != nil {
-		p.unlink(l)
-		return nil, l.err
-	}
 	return l, nil
 }
 
