@@ -132,23 +132,25 @@ type Cache struct {
 	maxHeld    int       // blocks that held entries may take
 	start      time.Time // holds count from here, on the monotonic clock
 
-	mu        sync.Mutex
-	slots     slotTable
-	alloc     *region.Allocator
-	entries   map[string]*entry // filling and ready
-	bySlot    []*entry          // also quarantined
-	freeSlots []int32           // a stack
-	evict     policy
-	holds     ring[hold]  // by age, all leases being equal also by end
-	heldOrder ring[entry] // entries with a hold, by their newest
-	held      tally       // what heldOrder has
-	tally     [classes]tally
-	plan      []*entry                         // of makeRoom, kept for its memory
-	found     [region.MaxExtents]region.Extent // by makeRoom
-	stuck     int                              // so many blocks, or more, are known not to fit in MaxExtents pieces even if all that may go went
-	seq       uint64                           // of commits
-	absent    map[string]chan struct{}
-	stats     Stats // the counters only
+	mu          sync.Mutex
+	slots       slotTable
+	alloc       *region.Allocator
+	entries     map[string]*entry // filling and ready
+	bySlot      []*entry          // also quarantined
+	edges       []uint32          // by block: slot + 1 at the first and last block of each extent, 0 within and where it is free
+	freeSlots   []int32           // a stack
+	evict       policy
+	holds       ring[hold]  // by age, all leases being equal also by end
+	heldOrder   ring[entry] // entries with a hold, by their newest
+	held        tally       // what heldOrder has
+	tally       [classes]tally
+	plan        []*entry // of makeRoom; this and the next three are kept for their memory
+	found       [region.MaxExtents]region.Extent
+	left, right []reach
+	stuck       int    // so many blocks, or more, are known not to fit in MaxExtents pieces even if all that may go went
+	seq         uint64 // of commits
+	absent      map[string]chan struct{}
+	stats       Stats // the counters only
 }
 
 // NewCache takes over a region that nobody else uses and whose slots are all free. The region must outlive the cache.
@@ -187,6 +189,7 @@ func newCache(o CacheOptions, g region.Geometry, pool []byte, slots slotTable) (
 		alloc:      region.NewAllocator(g.Blocks),
 		entries:    make(map[string]*entry),
 		bySlot:     make([]*entry, slots.Len()),
+		edges:      make([]uint32, g.Blocks),
 		freeSlots:  make([]int32, 0, slots.Len()),
 		evict:      newFIFO(),
 		stuck:      noneStuck,

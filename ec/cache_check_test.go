@@ -40,7 +40,7 @@ func (c *Cache) check() error {
 		if fmt.Sprint(s) != fmt.Sprint(want) {
 			return fmt.Errorf("slot %d says %+v, its entry %+v", slot, s, want)
 		}
-		if e.slot != slot || e.class != e.classify() || e.class == classGone || e.pins < 0 {
+		if e.slot != slot || e.class != e.classify() || e.class == classGone || e.pins < 0 || e.planned {
 			return fmt.Errorf("entry of slot %d: %+v", slot, e)
 		}
 		if e.phase != phaseQuarantined {
@@ -111,6 +111,23 @@ func (c *Cache) check() error {
 			return fmt.Errorf("holds are not in the order of their ends")
 		}
 		age = h.until
+	}
+
+	for b, mark := range c.edges {
+		want := uint32(0)
+		if e := owner[b]; e != nil {
+			for _, x := range e.extents {
+				if uint32(b) == x.Start || uint32(b) == x.Start+x.Count-1 {
+					want = uint32(e.slot) + 1
+				}
+			}
+		}
+		if mark != want {
+			return fmt.Errorf("block %d is marked %d as an edge, want %d", b, mark, want)
+		}
+	}
+	if len(c.plan) != 0 {
+		return fmt.Errorf("a plan of %d victims is left", len(c.plan))
 	}
 
 	// What no entry has must be free in the allocator, to the block.

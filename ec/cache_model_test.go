@@ -87,35 +87,62 @@ func freeRuns(used []bool) []region.Extent {
 	return runs
 }
 
-// fits tells if n blocks can be had in one run, and in as many as an entry may have.
-func fits(used []bool, n int) (one, some bool) {
+// fewest is the number of extents that n blocks take at least, 0 if they are not free.
+func fewest(used []bool, n int) int {
 	runs := freeRuns(used)
 	slices.SortFunc(runs, func(a, b region.Extent) int { return cmp.Compare(b.Count, a.Count) })
-	sum := 0
 	for i, r := range runs {
-		if i < region.MaxExtents {
-			sum += int(r.Count)
+		if n -= int(r.Count); n <= 0 {
+			return i + 1
 		}
 	}
-	return len(runs) > 0 && int(runs[0].Count) >= n, sum >= n
+	return 0
+}
+
+// fits tells if n blocks can be had in one run, and in as many as an entry may have.
+func fits(used []bool, n int) (one, some bool) {
+	k := fewest(used, n)
+	return k == 1, k > 0 && k <= region.MaxExtents
 }
 
 // victims are the records that may have to go for n blocks, in order; false if even all that may go do not do.
 func (m *model) victims(n int) ([]*record, bool) {
 	var loose, held, out []*record
+	free, may := m.blocks, 0
 	for _, r := range m.records {
-		if r.phase == phaseReady && r.pins == 0 {
-			if len(r.holds) == 0 {
-				loose = append(loose, r)
-			} else {
-				held = append(held, r)
-			}
+		free -= r.blocks
+		switch {
+		case r.loose():
+			loose = append(loose, r)
+			may += r.blocks
+		case r.phase == phaseReady && r.pins == 0:
+			held = append(held, r)
+			may += r.blocks
 		}
 	}
 	slices.SortFunc(loose, func(a, b *record) int { return cmp.Compare(a.ready, b.ready) })
 	slices.SortFunc(held, func(a, b *record) int { return cmp.Compare(a.announced, b.announced) })
+	slot := len(m.records) < m.slots
 	used := m.taken()
-	if _, ok := fits(used, n); ok && len(m.records) < m.slots {
+	one, some := fits(used, n)
+	if slot && one {
+		return nil, true
+	}
+	if n > free+may {
+		return nil, false
+	}
+	if !one {
+		for _, seed := range loose[:min(len(loose), maxSeeds)] {
+			limit := maxRunCost * n
+			if free < n {
+				limit = max(limit, seed.blocks)
+			}
+			if v := m.around(seed, n, limit); v != nil {
+				return v, true
+			}
+		}
+	}
+	if slot && some {
 		return nil, true
 	}
 	for _, r := range append(loose, held...) {
@@ -126,6 +153,66 @@ func (m *model) victims(n int) ([]*record, bool) {
 		}
 	}
 	return nil, false
+}
+
+func (r *record) loose() bool { return r.phase == phaseReady && r.pins == 0 && len(r.holds) == 0 }
+
+// side is a run that ends at a seed: what goes for it, and how long it is then.
+type side struct {
+	gone      []*record
+	run, cost int
+}
+
+// around are the seed and the neighbours that have to go for a run of n blocks, evicting as little as can be.
+func (m *model) around(seed *record, n, limit int) []*record {
+	owner := make([]*record, m.blocks)
+	extent := make([]region.Extent, m.blocks)
+	for _, r := range m.records {
+		for _, x := range r.extents {
+			for b := x.Start; b < x.Start+x.Count; b++ {
+				owner[b], extent[b] = r, x
+			}
+		}
+	}
+	sides := func(at, dir int) (out []side) {
+		var s side
+		for ; ; at += dir {
+			switch {
+			case at < 0 || at >= m.blocks || owner[at] != nil && !owner[at].loose():
+				return append(out, s)
+			case owner[at] == nil:
+				s.run++
+			default:
+				out = append(out, s)
+				s.gone = append(slices.Clone(s.gone), owner[at])
+				s.run += int(extent[at].Count)
+				if owner[at] != seed {
+					s.cost += owner[at].blocks
+				}
+				at += dir * (int(extent[at].Count) - 1)
+			}
+		}
+	}
+	var best []*record
+	least := limit + 1
+	for _, x := range seed.extents {
+		for _, l := range sides(int(x.Start)-1, -1) {
+			for _, r := range sides(int(x.Start+x.Count), 1) {
+				cost := seed.blocks + l.cost + r.cost
+				if l.run+int(x.Count)+r.run >= n && cost < least {
+					least = cost
+					best = slices.Concat([]*record{seed}, l.gone, r.gone)
+				}
+			}
+		}
+	}
+	var out []*record
+	for _, r := range best {
+		if !slices.Contains(out, r) {
+			out = append(out, r)
+		}
+	}
+	return out
 }
 
 // end takes a record's key away; its blocks too unless it is quarantined.
@@ -300,8 +387,7 @@ func (m *machine) reserve(t *rapid.T) {
 	for _, v := range victims {
 		mark(used, v.extents, false)
 	}
-	one, _ := fits(used, n)
-	if one != (len(i.Extents) == 1) {
+	if len(i.Extents) != fewest(used, n) {
 		t.Fatalf("%d blocks at %v; free were %v", n, i.Extents, freeRuns(used))
 	}
 	for _, x := range i.Extents {

@@ -2,19 +2,16 @@ package ec
 
 import (
 	"fmt"
-	"math"
 	"slices"
 
 	"github.com/tensorferry/tensorferry/region"
 )
 
-const noneStuck = math.MaxInt
-
 // Reserve makes an entry that is being filled, evicting ready, unpinned, unheld entries (oldest first) if needed, and held ones
 // if those do not do. owner is the caller's to choose; it is recorded.
 //
-// The entry lies in one extent if a free run is long enough once as many blocks are free as it needs; else in up to
-// region.MaxExtents, ascending. More is evicted only where even those do not do.
+// The entry lies in one extent wherever that takes no more than one of the oldest entries that may go and its neighbours in the
+// pool. Else, with pins all about, it lies in as few extents as can be, at most region.MaxExtents, ascending.
 //
 // ErrHeld: ready already, with the same spec. ErrPending: someone else is filling it (see Watch). ErrConflict, ErrFull,
 // ErrTooLarge, ErrKey, ErrSpec. On any error nothing has changed, in particular nothing was evicted.
@@ -80,6 +77,7 @@ func (c *Cache) enter(e *entry) error {
 	e.gen = gen
 	c.freeSlots = c.freeSlots[:last]
 	c.bySlot[e.slot] = e
+	c.setEdges(e, uint32(e.slot)+1)
 	c.entries[e.key] = e
 	if w := c.absent[e.key]; w != nil {
 		e.watch = w
@@ -87,109 +85,6 @@ func (c *Cache) enter(e *entry) error {
 	}
 	c.reclass(e)
 	return nil
-}
-
-// makeRoom allocates n blocks and sees to a free slot. It tries in the allocator what evicting one entry after another would
-// give, and evicts only once it is known that this does; else the allocator is put back as it was. The extents are c.found.
-func (c *Cache) makeRoom(n int) (extents []region.Extent, due []notice, ok bool) {
-	haveSlot := len(c.freeSlots) > 0
-	free := c.alloc.FreeBlocks()
-	if haveSlot && free >= n {
-		if x, ok := c.alloc.AppendAlloc(c.found[:0], n, region.MaxExtents); ok {
-			return x, nil, true
-		}
-	}
-	loose, held := c.tally[classLoose], c.tally[classHeld]
-	if n > free+loose.blocks+held.blocks || n >= c.stuck || !haveSlot && loose.entries+held.entries == 0 {
-		return nil, nil, false
-	}
-
-	plan := c.plan[:0]
-	defer func() { clear(plan); c.plan = plan }()
-	for !ok {
-		v := c.nextVictim(plan)
-		if v == nil {
-			break
-		}
-		plan = append(plan, v)
-		c.giveBack(v.extents)
-		if c.alloc.FreeBlocks() >= n {
-			extents, ok = c.alloc.AppendAlloc(c.found[:0], n, region.MaxExtents)
-		}
-	}
-	if !ok {
-		c.stuck = n
-		for _, v := range plan {
-			c.spare(v)
-		}
-		return nil, nil, false
-	}
-
-	// Of those it took to get so many blocks, some may lie outside of what was then allocated: they stay.
-	for _, v := range plan {
-		if overlap(v.extents, extents) {
-			due = c.evictNow(v, due)
-		} else {
-			c.spare(v)
-		}
-	}
-	if len(c.freeSlots) == 0 { // only a slot was lacking: one victim was enough, and it was spared
-		c.giveBack(plan[0].extents)
-		due = c.evictNow(plan[0], due)
-	}
-	return extents, due, true
-}
-
-// nextVictim is the entry to go after those of the plan: by the policy, and when that has no more, the held one that was last
-// announced longest ago.
-func (c *Cache) nextVictim(plan []*entry) *entry {
-	if v := c.evict.next(); v != nil {
-		return v
-	}
-	v := c.heldOrder.front()
-	if len(plan) > 0 && plan[len(plan)-1].class == classHeld {
-		v = c.heldOrder.after(&plan[len(plan)-1].held)
-	}
-	for v != nil && v.class != classHeld { // pinned, or being filled
-		v = c.heldOrder.after(&v.held)
-	}
-	return v
-}
-
-// spare takes a victim off the plan.
-func (c *Cache) spare(v *entry) {
-	c.takeBack(v.extents)
-	if v.class == classLoose {
-		c.evict.putBack(v)
-	}
-}
-
-// evictNow evicts an entry whose blocks are free already.
-func (c *Cache) evictNow(v *entry, due []notice) []notice {
-	if v.holds > 0 {
-		c.stats.HoldsDropped += uint64(v.holds)
-		due = c.noteHold(due, v)
-	}
-	due = note(due, c.opt.Evicted, v)
-	c.stats.Evictions++
-	c.unname(v, phaseGone)
-	c.vacate(v)
-	return due
-}
-
-// overlap tells if two short ascending lists of extents have a block in common.
-func overlap(a, b []region.Extent) bool {
-	for len(a) > 0 && len(b) > 0 {
-		switch {
-		case a[0].Start+a[0].Count <= b[0].Start:
-			a = a[1:]
-		case b[0].Start+b[0].Count <= a[0].Start:
-			b = b[1:]
-		default:
-			return true
-		}
-	}
-	return false
 }
 
 func (c *Cache) fullError(key string, n int) error {

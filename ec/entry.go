@@ -56,6 +56,8 @@ type entry struct {
 	queue link[entry] // of the eviction policy
 	heap  int         // its place in fifo.back, from 1; 0: not there
 
+	planned bool // in Cache.plan
+
 	holds          int
 	oldest, newest *hold
 	held           link[entry] // of Cache.heldOrder
@@ -140,6 +142,7 @@ func (c *Cache) unname(e *entry, to phase) {
 // holds the lock and does it after this.
 func (c *Cache) vacate(e *entry) {
 	c.slots.Free(e.slot)
+	c.setEdges(e, 0)
 	c.bySlot[e.slot] = nil
 	c.freeSlots = append(c.freeSlots, int32(e.slot))
 }
