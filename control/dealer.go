@@ -31,8 +31,9 @@ type Dealer struct {
 	port int
 
 	// Guarded by l.mu.
-	link link
-	q    outlet
+	link      link
+	q         outlet
+	badFrames uint64
 
 	// Owner only.
 	s         *socket // nil between attempts
@@ -41,6 +42,7 @@ type Dealer struct {
 	full      bool // libzmq has no room
 	failures  int  // attempts since the last connection
 	alarm     alarm
+	badLog    logLimit
 }
 
 // Dial starts connecting to tcp://addr, "host:port" with an IPv6 host in brackets, and returns at once. An error here means that
@@ -92,6 +94,13 @@ func (d *Dealer) Send(body []byte) error {
 	l.mu.Unlock()
 	l.wake(wake)
 	return nil
+}
+
+// Dropped counts incoming messages dropped for their frame count.
+func (d *Dealer) Dropped() (frames uint64) {
+	d.l.mu.Lock()
+	defer d.l.mu.Unlock()
+	return d.badFrames
 }
 
 // Close lets go of the connection, soon. No handler call begins afterwards. Messages not yet sent are dropped. Idempotent; it does
@@ -227,6 +236,11 @@ func (d *Dealer) receive() (got int, more bool) {
 		got++
 		if parts == 2 && len(l.in.part(0)) == 0 {
 			d.h.Message(l.in.part(1))
+		} else {
+			l.mu.Lock()
+			d.badFrames++
+			l.mu.Unlock()
+			d.badLog.warn(l.opts.Log, `control: dropped messages that are not ["", payload]`, "peer", d.addr, "frames", parts)
 		}
 		if d.ended(l) {
 			return got, false

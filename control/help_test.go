@@ -103,3 +103,5 @@ func wantGone(t testing.TB, err error) {
 		t.Fatalf("got %v, want ErrGone", err)
 	}
 }
+
+func timeout() <-chan time.Time { return time.After(patience) }
