@@ -1,0 +1,186 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/pebbe/zmq4"
+	"golang.org/x/sys/unix"
+
+	"github.com/tensorferry/tensorferry/node"
+)
+
+func checkShm(c node.Config) finding {
+	dir, wanted := c.ShmDir, wantedBytes(c)
+	var st unix.Statfs_t
+	if err := unix.Statfs(dir, &st); err != nil {
+		return finding{"shm", fail, fmt.Sprintf("%s: %v", dir, err), "name a directory on a tmpfs with --shm-dir"}
+	}
+	free, total := int64(st.Bavail)*st.Bsize, int64(st.Blocks)*st.Bsize
+	text := fmt.Sprintf("%s: %s free of %s (%d of %d bytes)", dir, bytesText(free), bytesText(total), free, total)
+	if wanted > 0 {
+		text += fmt.Sprintf(", %s wanted", bytesText(wanted))
+	}
+	switch {
+	case wanted > free:
+		return finding{"shm", fail, text, "ask for less with --ec-cpu-bytes, or make it larger: docker run --shm-size, or in Kubernetes an emptyDir of medium Memory at " + dir}
+	case st.Type != unix.TMPFS_MAGIC:
+		return finding{"shm", warn, text + ", not a tmpfs", "encodings would be written back to a disk; name a directory on a tmpfs with --shm-dir"}
+	}
+	return finding{"shm", good, text, ""}
+}
+
+func checkKernel() finding {
+	var u unix.Utsname
+	if err := unix.Uname(&u); err != nil {
+		return finding{"kernel", warn, err.Error(), ""}
+	}
+	return finding{"kernel", good, unix.ByteSliceToString(u.Sysname[:]) + " " + unix.ByteSliceToString(u.Release[:]) + " " + unix.ByteSliceToString(u.Machine[:]), ""}
+}
+
+// checkPopulate tries the call that pre-faults a pool; kernels before 5.14 do not have it.
+func checkPopulate() finding {
+	page, err := unix.Mmap(-1, 0, os.Getpagesize(), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		return finding{"populate", warn, err.Error(), ""}
+	}
+	defer func() { _ = unix.Munmap(page) }()
+	if err := unix.Madvise(page, unix.MADV_POPULATE_WRITE); err != nil {
+		return finding{"populate", warn, fmt.Sprintf("MADV_POPULATE_WRITE: %v", err), "a node starts more slowly: pages are touched one by one; Linux 5.14 has the call"}
+	}
+	return finding{"populate", good, "MADV_POPULATE_WRITE works", ""}
+}
+
+func checkMemlock(c node.Config) finding {
+	var r unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &r); err != nil {
+		return finding{"memlock", warn, err.Error(), ""}
+	}
+	text := "RLIMIT_MEMLOCK " + limitText(r.Cur)
+	if wanted := wantedBytes(c); r.Cur != unix.RLIM_INFINITY && r.Cur < uint64(wanted) {
+		return finding{"memlock", warn, text + fmt.Sprintf(", the pool is %d bytes", wanted),
+			"RDMA cannot register the pool (the tcp and mapped planes do not care): ulimit -l unlimited, or docker run --ulimit memlock=-1"}
+	}
+	return finding{"memlock", good, text, ""}
+}
+
+// checkFiles looks at the hard limit: the Go runtime raises the soft one to it.
+func checkFiles() finding {
+	const few = 4096 // a connection of a peer or an engine is one descriptor or a few
+	var r unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &r); err != nil {
+		return finding{"nofile", warn, err.Error(), ""}
+	}
+	text := "RLIMIT_NOFILE " + limitText(r.Max)
+	if r.Max < few {
+		return finding{"nofile", warn, text, fmt.Sprintf("many peers need more: ulimit -n %d", few)}
+	}
+	return finding{"nofile", good, text, ""}
+}
+
+func limitText(n uint64) string {
+	if n == unix.RLIM_INFINITY {
+		return "unlimited"
+	}
+	return fmt.Sprint(n)
+}
+
+func checkPorts(c node.Config) []finding {
+	found := []finding{checkPort("side channel", c.SideChannel, "--side-channel")}
+	if host, _, err := net.SplitHostPort(c.SideChannel); err == nil && found[0].Verdict == good {
+		if ip := net.ParseIP(host); host == "localhost" || ip != nil && ip.IsLoopback() {
+			found[0].Detail += ": peers of this machine only"
+		}
+	}
+	if c.Admin != node.AdminOff {
+		found = append(found, checkPort("admin", c.Admin, "--admin"))
+	}
+	return found
+}
+
+func checkPort(check, address, flag string) finding {
+	l, err := net.Listen("tcp", address)
+	if err != nil {
+		fix := fmt.Sprintf("choose another with %s, port 0 for any free one", flag)
+		if errors.Is(err, unix.EADDRINUSE) {
+			return finding{check, fail, address + " is in use", "end the process that listens there (it may be a node that runs already), or " + fix}
+		}
+		return finding{check, fail, err.Error(), fix}
+	}
+	if err := l.Close(); err != nil {
+		return finding{check, fail, err.Error(), ""}
+	}
+	return finding{check, good, address + " is free", ""}
+}
+
+// checkZMQ wants heartbeats, which came with libzmq 4.2.
+func checkZMQ() finding {
+	major, minor, _ := zmq4.Version()
+	text := "libzmq " + zmqVersion()
+	if !zmq4.HasCurve() {
+		text += ", without CURVE"
+	}
+	if major < 4 || major == 4 && minor < 2 {
+		return finding{"libzmq", fail, text, "install 4.2 or later: before it there are no heartbeats"}
+	}
+	return finding{"libzmq", good, text, ""}
+}
+
+func checkCongestion() finding {
+	read := func(name string) string {
+		b, err := os.ReadFile("/proc/sys/net/ipv4/" + name)
+		if err != nil {
+			return ""
+		}
+		return strings.TrimSpace(string(b))
+	}
+	now, there, allowed := read("tcp_congestion_control"), read("tcp_available_congestion_control"), read("tcp_allowed_congestion_control")
+	if there == "" {
+		return finding{"tcp", warn, "the congestion controls of this kernel cannot be read", ""}
+	}
+	text := fmt.Sprintf("congestion control %s; available: %s", now, there)
+	switch {
+	case slices.Contains(strings.Fields(there), "cubic"):
+		return finding{"tcp", good, text, ""}
+	case now == "bbr":
+		return finding{"tcp", warn, text, "between machines bbr reaches about half of what cubic does: modprobe tcp_cubic"}
+	}
+	if allowed != "" && allowed != there {
+		text += "; allowed to us: " + allowed
+	}
+	return finding{"tcp", good, text, ""}
+}
+
+// checkEnv shows what of the environment is in force. Variables that are inherited by accident are a common cause of trouble.
+func checkEnv(environ []string) []finding {
+	var found []finding
+	slices.Sort(environ)
+	for _, e := range environ {
+		name, value, _ := strings.Cut(e, "=")
+		switch {
+		case name == "UCX_TLS" && !strings.Contains(value, "rc") && value != "all":
+			found = append(found, finding{"env", warn, e, "UCX is kept from RDMA and shared memory; unset it unless that is meant"})
+		case strings.HasPrefix(name, "VLLM_EC_"), strings.HasPrefix(name, "UCX_"):
+			found = append(found, finding{"env", good, e, ""})
+		case strings.HasPrefix(name, "FERRY_"):
+			found = append(found, checkFerryVariable(name, e))
+		}
+	}
+	if len(found) == 0 {
+		found = append(found, finding{"env", good, "no VLLM_EC_, FERRY_ or UCX_ variable is set", ""})
+	}
+	return found
+}
+
+func checkFerryVariable(name, text string) finding {
+	for _, k := range node.Keys() {
+		if node.EnvName(k) == name {
+			return finding{"env", good, text, ""}
+		}
+	}
+	return finding{"env", warn, text, "no key of the configuration has this variable, so it does nothing"}
+}

@@ -1,0 +1,58 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+
+	"github.com/spf13/cobra"
+
+	"github.com/tensorferry/tensorferry/node/client"
+)
+
+func (a *app) ecAnnounceCmd() *cobra.Command {
+	var f nodeFlags
+	var metadata string
+	cmd := &cobra.Command{
+		Use:   "announce [--metadata JSON] KEY...",
+		Short: "Print the ec_transfer_params map of encodings, and hold them for who reads it",
+		Long: `Print the ec_transfer_params map for KEYs, and nothing else. Each announcement takes a hold on its encoding, so that it is not
+evicted before its lease ends or it was pulled. A key that the node does not have gets {"metadata":{}} and no address.
+The position of KEY on the command line is its item index.`,
+		Args: args(1, -1, "at least one KEY"),
+		RunE: func(cmd *cobra.Command, keys []string) error {
+			var object map[string]json.RawMessage
+			if err := json.Unmarshal([]byte(metadata), &object); err != nil || object == nil {
+				return usage(`--metadata %q: want a JSON object, such as {"image_grid_thw":[[1,4,4]]}`, metadata)
+			}
+			var compact bytes.Buffer
+			if err := json.Compact(&compact, []byte(metadata)); err != nil {
+				return err
+			}
+			var items []client.AnnounceItem
+			at := make(map[string]int)
+			for i, k := range keys {
+				if n, twice := at[k]; twice {
+					items[n].ItemIndices = append(items[n].ItemIndices, i)
+					continue
+				}
+				at[k] = len(items)
+				items = append(items, client.AnnounceItem{Key: k, ItemIndices: []int{i}, Metadata: compact.Bytes()})
+			}
+			ctx, cancel := a.interruptible(cmd.Context())
+			defer cancel()
+			c, err := f.dial(ctx, "ferry ec announce")
+			if err != nil {
+				return err
+			}
+			defer c.Close()
+			params, err := c.Announce(ctx, items)
+			if err != nil {
+				return err
+			}
+			return printJSON(a.stdout, params)
+		},
+	}
+	f.add(cmd)
+	cmd.Flags().StringVar(&metadata, "metadata", "{}", "what the model's consumers need to know of each encoding, a JSON object")
+	return cmd
+}

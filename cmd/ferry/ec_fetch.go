@@ -1,0 +1,147 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/tensorferry/tensorferry/ec"
+	"github.com/tensorferry/tensorferry/node/client"
+)
+
+// maxParams bounds what is read as parameters. A chat response that carries them is text; this is far above any.
+const maxParams = 64 << 20
+
+func (a *app) ecFetchCmd() *cobra.Command {
+	var f nodeFlags
+	var source, out string
+	var timeout time.Duration
+	cmd := &cobra.Command{
+		Use:   "fetch --params FILE|- [--out DIR] [--timeout 60s]",
+		Short: "Pull announced encodings into the node's pool, and into files",
+		Long: `Pull each key of an ec_transfer_params map that has an address. FILE (- for standard input) is the map, or a chat completion
+that has it. One line a key, as it is known: {"key":..,"status":..,"bytes":..,"ms":..,"plane":..}, with "reason" where the status is
+not ready. Statuses: ready, missing, not_ready, incompatible, unreachable, timed_out, conflict, failed, canceled. The plane is
+"local" where the pool had it. With --out, DIR/KEY.bin gets the encoding's bytes without padding (bytes of KEY other than letters,
+digits, '-', '_' and '.' are written as %XX). The exit status is 0 only if all of those keys are ready.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if source == "" {
+				return usage("--params is missing: want a file, or - for standard input")
+			}
+			if timeout <= 0 {
+				return usage("--timeout %v: want more than 0", timeout)
+			}
+			params, err := a.readParams(source)
+			if err != nil {
+				return err
+			}
+			if out != "" {
+				if err := os.MkdirAll(out, 0o755); err != nil {
+					return err
+				}
+			}
+			ctx, cancel := a.interruptible(cmd.Context())
+			defer cancel()
+			c, err := f.dial(ctx, "ferry ec fetch")
+			if err != nil {
+				return err
+			}
+			defer c.Close()
+			return a.fetch(ctx, c, params, timeout, out)
+		},
+	}
+	f.add(cmd)
+	cmd.Flags().StringVar(&source, "params", "", "file with ec_transfer_params or with a chat completion, or -")
+	cmd.Flags().StringVar(&out, "out", "", "directory for KEY.bin; made if it is not there")
+	cmd.Flags().DurationVar(&timeout, "timeout", 60*time.Second, "budget of each key over all tries")
+	return cmd
+}
+
+type fetchLine struct {
+	Key    string  `json:"key"`
+	Status string  `json:"status"`
+	Bytes  int64   `json:"bytes"`
+	MS     float64 `json:"ms"`
+	Plane  string  `json:"plane"`
+	Reason string  `json:"reason,omitempty"`
+}
+
+func (a *app) fetch(ctx context.Context, c *client.Client, params ec.Params, timeout time.Duration, out string) error {
+	results, err := c.Fetch(ctx, params, timeout)
+	if err != nil {
+		return err
+	}
+	good := true
+	for r := range results {
+		line := fetchLine{r.Key, statusOf(r.Outcome), r.Bytes, float64(r.Elapsed.Microseconds()) / 1000, r.Plane, r.Reason}
+		if r.Outcome == ec.FetchReady && out != "" {
+			if err := writeEntry(ctx, c, r.Key, out); err != nil {
+				line.Status, line.Reason = statusOf(ec.FetchFailed), fmt.Sprintf("pulled, but not written: %v", err)
+			}
+		}
+		good = good && line.Status == statusOf(ec.FetchReady)
+		if err := printJSON(a.stdout, line); err != nil {
+			return err
+		}
+	}
+	if !good {
+		return errReported
+	}
+	return nil
+}
+
+func writeEntry(ctx context.Context, c *client.Client, key, dir string) error {
+	m, err := c.Map(ctx, key)
+	if err != nil {
+		return err
+	}
+	defer m.Release()
+	return writeFile(dir, fileName(key)+".bin", m.Buffers())
+}
+
+// readParams reads a bare map, or the one of a chat completion.
+func (a *app) readParams(source string) (ec.Params, error) {
+	var p ec.Params
+	in := a.stdin
+	if source != "-" {
+		f, err := os.Open(source)
+		if err != nil {
+			return p, err
+		}
+		defer f.Close()
+		in = f
+	}
+	b, err := io.ReadAll(io.LimitReader(in, maxParams+1))
+	if err != nil {
+		return p, err
+	}
+	if len(b) > maxParams {
+		return p, fmt.Errorf("--params %s: more than %d bytes", source, maxParams)
+	}
+	var outer struct {
+		Params  json.RawMessage `json:"ec_transfer_params"`
+		Choices json.RawMessage `json:"choices"`
+		Error   json.RawMessage `json:"error"`
+	}
+	if err := json.Unmarshal(b, &outer); err != nil {
+		return p, fmt.Errorf("--params %s: want a JSON object, an ec_transfer_params map or a chat completion that has one: %w", source, err)
+	}
+	switch {
+	case outer.Params != nil:
+		b = outer.Params
+	case outer.Choices != nil:
+		return p, fmt.Errorf("--params %s: a chat completion without ec_transfer_params: its engine announced nothing", source)
+	case outer.Error != nil:
+		return p, fmt.Errorf("--params %s: an engine's error, not its answer: %.200s", source, outer.Error)
+	}
+	if err := json.Unmarshal(b, &p); err != nil {
+		return p, fmt.Errorf("--params %s: %w", source, err)
+	}
+	return p, nil
+}
