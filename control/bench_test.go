@@ -5,14 +5,6 @@ import (
 	"testing"
 )
 
-// pong answers each message with its own body.
-type pong struct{ r *Router }
-
-func (p *pong) Serve(r *Router) { p.r = r }
-func (p *pong) Message(from Source, body []byte) {
-	p.r.Send(from.ID, append([]byte(nil), body...))
-}
-
 // window keeps a number of requests on their way until n have been answered.
 type window struct {
 	d    *Dealer
@@ -38,7 +30,7 @@ func (w *window) Message([]byte) {
 
 func benchmarkEcho(b *testing.B, depth, size int) {
 	server, client := newTestLoop(b, Options{}), newTestLoop(b, Options{})
-	r, err := server.Listen(b.Context(), "127.0.0.1", 0, &pong{})
+	r, err := server.Listen(b.Context(), "127.0.0.1", 0, &echo{})
 	if err != nil {
 		b.Fatal(err)
 	}
