@@ -3,11 +3,59 @@ package node
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
 	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/tensorferry/tensorferry/control"
+	"github.com/tensorferry/tensorferry/ec"
+	"github.com/tensorferry/tensorferry/ec/wire"
+	"github.com/tensorferry/tensorferry/transfer"
 )
 
-// Node is a running node.
-type Node struct{}
+// Node is a running node. Its methods are safe for concurrent use.
+type Node struct {
+	s        *settings
+	log      *slog.Logger
+	started  time.Time
+	id       string
+	pools    []*pool
+	planes   []transfer.Plane
+	loop     *control.Loop
+	router   *control.Router
+	producer *ec.Producer
+	engines  *engines
+	admin    *adminServer // nil: off
+	ready    Ready
+
+	closers []closer // in the order of bringing up
+	busy    bool     // something may still touch the pools: they stay mapped
+
+	done     chan struct{}
+	failOnce sync.Once
+	err      error // set before done is closed
+
+	closeOnce sync.Once
+	closed    chan struct{}
+	closeErr  error
+}
+
+// closer takes down one part.
+type closer struct {
+	name  string
+	close func(ctx context.Context) error
+}
 
 // Ready is what `ferry node` prints when it serves.
 type Ready struct {
@@ -15,19 +63,328 @@ type Ready struct {
 	Socket   string `json:"socket"`
 	PeerHost string `json:"peer_host"`
 	PeerPort int    `json:"peer_port"`
-	Admin    string `json:"admin"`
-	Region   string `json:"region"`
+	Admin    string `json:"admin"`  // "" if it is off
+	Region   string `json:"region"` // of the first pool; /v1/status has all
 	PID      int    `json:"pid"`
 }
 
-// Start brings a node up, or says why not; nothing is left behind by a start that fails.
-func Start(ctx context.Context, c Config, log *slog.Logger) (*Node, error) { return nil, nil }
+// Start brings a node up, or says why not; nothing is left behind by a start that fails. ctx bounds the start only. A nil log is
+// slog.Default().
+func Start(ctx context.Context, c Config, log *slog.Logger) (*Node, error) {
+	if log == nil {
+		log = slog.Default()
+	}
+	s, err := c.check()
+	if err != nil {
+		return nil, err
+	}
+	n := &Node{s: s, log: log, started: time.Now(), done: make(chan struct{}), closed: make(chan struct{})}
+	if err := n.start(ctx); err != nil {
+		// The caller's context may be what ended the start.
+		downCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
+		defer cancel()
+		return nil, errors.Join(err, n.takeDown(downCtx))
+	}
+	n.watch()
+	n.log.Info("node ready", "socket", n.ready.Socket, "side_channel", net.JoinHostPort(s.host, strconv.Itoa(n.ready.PeerPort)),
+		"advertised", n.ready.PeerHost, "admin", n.ready.Admin, "planes", n.planeList(), "ec_protocol", s.ECProtocol, "instance", s.Instance)
+	return n, nil
+}
 
-func (n *Node) Ready() Ready { return Ready{} }
+func (n *Node) start(ctx context.Context) error {
+	s := n.s
+	// A node that is there already is found out before its memory is asked for a second time.
+	if err := removeStale(s.socket); err != nil {
+		return err
+	}
+	n.warn()
+	n.id = nodeID(s)
+	for _, step := range []func(context.Context) error{n.startPools, n.startPlanes, n.startPeers, n.startConsumers, n.startEngines, n.startAdmin} {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		if err := step(ctx); err != nil {
+			return err
+		}
+	}
+	n.ready = Ready{
+		Event: "ready", Socket: s.socket, PeerHost: s.advertise, PeerPort: n.router.Port(),
+		Region: n.pools[0].region.Path(), PID: os.Getpid(),
+	}
+	if n.admin != nil {
+		n.ready.Admin = n.admin.addr
+	}
+	return nil
+}
 
-// Done is closed if the node can no longer serve; Err says why.
-func (n *Node) Done() <-chan struct{} { return nil }
-func (n *Node) Err() error            { return nil }
+func (n *Node) warn() {
+	s := n.s
+	if !isLoopback(s.host) {
+		n.log.Warn("side_channel is open to the network, and peers are not authenticated: whoever can connect can read this node's encodings", "side_channel", s.SideChannel)
+	}
+	if s.Admin != AdminOff && !isLoopback(s.adminHost) {
+		n.log.Warn("admin is open to the network", "admin", s.Admin)
+	}
+	if isLoopback(s.advertise) {
+		n.log.Info("announcements carry a loopback address: only nodes of this machine can pull; for others set side_channel and trusted_network", "advertised", s.advertise)
+	}
+}
 
-// Close ends it cleanly.
-func (n *Node) Close(ctx context.Context) error { return nil }
+// up notes how to take a part down again.
+func (n *Node) up(name string, f func(ctx context.Context) error) {
+	n.closers = append(n.closers, closer{name, f})
+}
+
+func (n *Node) startPools(ctx context.Context) error {
+	for _, ps := range n.s.pools {
+		p, err := openPool(ctx, n.s, ps, n.log)
+		if err != nil {
+			return err
+		}
+		n.pools = append(n.pools, p)
+		n.up("region "+p.region.Path(), func(context.Context) error {
+			if !n.busy {
+				return p.region.Close(!n.s.KeepRegion)
+			}
+			// Better a mapping that ends with the process than a fault in the middle of a READ.
+			if n.s.KeepRegion {
+				return nil
+			}
+			return os.Remove(p.region.Path())
+		})
+	}
+	return nil
+}
+
+func (n *Node) startPlanes(ctx context.Context) error {
+	planes, err := openPlanes(ctx, n.s, n.log)
+	if err != nil {
+		return err
+	}
+	n.planes = planes
+	for _, p := range planes {
+		n.up("plane "+p.Name(), func(context.Context) error { return p.Close() })
+	}
+	return nil
+}
+
+// startPeers brings up what answers peers: the control loop, the producer, the side channel.
+func (n *Node) startPeers(ctx context.Context) error {
+	var err error
+	if n.loop, err = control.NewLoop(control.Options{}); err != nil {
+		return err
+	}
+	n.up("control loop", func(context.Context) error { return n.loop.Close() })
+	o := ec.ProducerOptions{
+		Generation: n.s.ECProtocol,
+		Node:       n.id,
+		Epoch:      n.pools[0].region.Epoch(),
+		Timeouts:   n.s.Timeouts.ec(),
+		Log:        n.log,
+	}
+	for _, p := range n.pools {
+		sp, err := p.served(n.planes)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = sp.Memory.File.Close() }()
+		o.Pools = append(o.Pools, sp)
+	}
+	if n.producer, err = ec.NewProducer(ctx, o); err != nil {
+		return err
+	}
+	n.up("producer", func(context.Context) error { return n.producer.Close() })
+	if n.router, err = n.loop.Listen(ctx, n.s.host, n.s.port, n.producer); err != nil {
+		return bad("side_channel", n.s.SideChannel, "%v; use a free port, or 0 for any", err)
+	}
+	n.up("side channel", func(context.Context) error { return n.router.Close() })
+	n.producer.Serve(n.router)
+	for _, p := range n.pools {
+		p.region.SetPort(n.router.Port())
+	}
+	return nil
+}
+
+func (n *Node) startConsumers(context.Context) error {
+	for _, p := range n.pools {
+		c, err := ec.NewConsumer(ec.ConsumerOptions{
+			Cache:      p.cache,
+			Compat:     p.compat,
+			Generation: n.s.ECProtocol,
+			ItemSize:   p.itemSize,
+			Loop:       n.loop,
+			Planes:     n.planes,
+			Node:       n.id,
+			Epoch:      p.region.Epoch(),
+			Verify:     n.s.Checksums,
+			Timeouts:   n.s.Timeouts.ec(),
+			AllowHost:  n.s.hosts.allow,
+			Log:        n.log,
+		})
+		if err != nil {
+			return err
+		}
+		p.consumer = c
+		n.up("consumer", func(ctx context.Context) error {
+			ended := make(chan error, 1)
+			go func() { ended <- c.Close() }()
+			select {
+			case err := <-ended:
+				n.busy = n.busy || err != nil
+				return err
+			case <-ctx.Done():
+				n.busy = true
+				return ctx.Err()
+			}
+		})
+	}
+	return nil
+}
+
+func (n *Node) startEngines(ctx context.Context) error {
+	sock, err := listenEngine(ctx, n.s.socket)
+	if err != nil {
+		return err
+	}
+	id := identity{node: n.id, peerHost: n.s.advertise, peerPort: n.router.Port(), generation: n.s.ECProtocol}
+	n.engines = newEngines(sock, n.pools, id, n.s.Checksums, n.log)
+	go n.engines.serve()
+	n.up("engine socket", func(ctx context.Context) error {
+		ended, err := n.engines.close(ctx)
+		n.busy = n.busy || !ended
+		return err
+	})
+	return nil
+}
+
+func (n *Node) startAdmin(ctx context.Context) error {
+	if n.s.Admin == AdminOff {
+		return nil
+	}
+	a, err := newAdmin(ctx, n)
+	if err != nil {
+		return bad("admin", n.s.Admin, "%v; use a free port, 0 for any, or off", err)
+	}
+	n.admin = a
+	n.up("admin", a.close)
+	return nil
+}
+
+// watch ends the node's service when a part of it has ended by itself.
+func (n *Node) watch() {
+	var admin <-chan struct{}
+	if n.admin != nil {
+		admin = n.admin.done
+	}
+	go func() {
+		select {
+		case <-n.loop.Done():
+		case <-n.engines.loop:
+		case <-admin:
+		case <-n.closed:
+			return
+		}
+		if err := n.failed(); err != nil {
+			n.log.Error("node cannot serve any more", "error", err)
+			n.fail(err)
+		}
+	}()
+}
+
+// failed says which listener has ended, nil if none has.
+func (n *Node) failed() error {
+	var errs []error
+	select {
+	case <-n.loop.Done():
+		errs = append(errs, fmt.Errorf("side channel: %w", errors.Join(n.loop.Err(), control.ErrClosed)))
+	default:
+	}
+	if err := n.engines.failed(); err != nil {
+		errs = append(errs, err)
+	}
+	if n.admin != nil {
+		if err := n.admin.failed(); err != nil {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (n *Node) fail(err error) {
+	n.failOnce.Do(func() {
+		n.err = err
+		close(n.done)
+	})
+}
+
+// Ready says where the node serves.
+func (n *Node) Ready() Ready { return n.ready }
+
+// Done is closed if the node can no longer serve, or once it is closed; Err says why, nil after a clean Close.
+func (n *Node) Done() <-chan struct{} { return n.done }
+
+// Err is nil until Done is closed.
+func (n *Node) Err() error {
+	select {
+	case <-n.done:
+		return n.err
+	default:
+		return nil
+	}
+}
+
+// Close ends it cleanly: engines are disconnected, fetches canceled, grants ended, the socket and (unless keep_region) the regions
+// removed. ctx bounds the wait for work under way; what is then still writing keeps its memory mapped until the process ends.
+// Idempotent; a second call waits for the first.
+func (n *Node) Close(ctx context.Context) error {
+	n.closeOnce.Do(func() {
+		close(n.closed)
+		n.closeErr = n.takeDown(ctx)
+		n.fail(nil)
+		n.log.Info("node ended", "error", n.closeErr)
+	})
+	return n.closeErr
+}
+
+// takeDown ends all parts that are up, the last first.
+func (n *Node) takeDown(ctx context.Context) error {
+	var errs []error
+	for _, c := range slices.Backward(n.closers) {
+		if err := c.close(ctx); err != nil {
+			errs = append(errs, fmt.Errorf("ending %s: %w", c.name, err))
+		}
+	}
+	n.closers = nil
+	return errors.Join(errs...)
+}
+
+func (n *Node) planeList() []string {
+	names := make([]string, len(n.planes))
+	for i, p := range n.planes {
+		names[i] = p.Name()
+	}
+	return names
+}
+
+func (t TimeoutConfig) ec() ec.Timeouts {
+	return ec.Timeouts{
+		AckOwn: t.AckOwn, AckPlain: t.AckPlain, Connect: t.Connect, Read: t.Read, Quarantine: t.Quarantine,
+		Item: t.Item, GrantLease: t.GrantLease, Idle: t.Idle,
+	}
+}
+
+// nodeID tells this node from every other, on whatever machine: two machines may well use one socket path, and so one instance.
+// It is the same after a restart.
+func nodeID(s *settings) string {
+	h := sha256.New()
+	boot, _ := os.ReadFile("/proc/sys/kernel/random/boot_id") // without it the rest still tells much
+	_, _ = h.Write(boot)
+	// Containers share the boot id and may share paths; they do not share a directory's device and inode.
+	var st unix.Stat_t
+	if unix.Stat(filepath.Dir(s.socket), &st) == nil {
+		fmt.Fprintf(h, "%d:%d:", st.Dev, st.Ino)
+	}
+	fmt.Fprintf(h, "%s:%s:%d", s.Instance, filepath.Base(s.socket), s.Rank)
+	const digits = 8
+	return s.Instance[:min(len(s.Instance), wire.MaxNode-digits-1)] + "-" + hex.EncodeToString(h.Sum(nil)[:digits/2])
+}

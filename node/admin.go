@@ -1,0 +1,238 @@
+package node
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"reflect"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/tensorferry/tensorferry/ec"
+)
+
+// adminServer is the admin HTTP: read only, no authentication, on loopback unless the network is trusted.
+type adminServer struct {
+	addr string // HOST:PORT as bound
+	srv  *http.Server
+	done chan struct{} // closed when it serves no more
+
+	mu  sync.Mutex
+	err error // why it ended by itself
+}
+
+func newAdmin(ctx context.Context, n *Node) (*adminServer, error) {
+	var lc net.ListenConfig
+	l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(n.s.adminHost, strconv.Itoa(n.s.adminPort)))
+	if err != nil {
+		return nil, err
+	}
+	a := &adminServer{
+		addr: l.Addr().String(),
+		done: make(chan struct{}),
+		srv: &http.Server{
+			Handler:           checkHost(n.s.adminHost, n.adminMux()),
+			ReadHeaderTimeout: 5 * time.Second,
+			ReadTimeout:       10 * time.Second,
+			WriteTimeout:      30 * time.Second,
+			IdleTimeout:       time.Minute,
+			MaxHeaderBytes:    16 << 10,
+			ErrorLog:          slog.NewLogLogger(n.log.Handler(), slog.LevelDebug),
+		},
+	}
+	go func() {
+		defer close(a.done)
+		if err := a.srv.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+			a.mu.Lock()
+			a.err = fmt.Errorf("admin: %w", err)
+			a.mu.Unlock()
+		}
+	}()
+	return a, nil
+}
+
+func (a *adminServer) failed() error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.err
+}
+
+// close gives requests under way a moment, and ends them.
+func (a *adminServer) close(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, time.Second)
+	defer cancel()
+	err := a.srv.Shutdown(ctx)
+	if errors.Is(err, context.DeadlineExceeded) {
+		err = a.srv.Close()
+	}
+	<-a.done
+	return err
+}
+
+// checkHost refuses requests whose Host is a name: a web page whose name was made to point to this address (DNS rebinding) sends
+// its own. Addresses, localhost and the configured host are let through.
+func checkHost(own string, next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		host := r.Host
+		if h, _, err := net.SplitHostPort(host); err == nil {
+			host = h
+		}
+		host = strings.TrimSuffix(strings.TrimPrefix(host, "["), "]")
+		_, err := netip.ParseAddr(host)
+		if err != nil && !strings.EqualFold(host, "localhost") && !strings.EqualFold(host, own) {
+			http.Error(w, "unknown host: use the address", http.StatusMisdirectedRequest)
+			return
+		}
+		w.Header().Set("X-Content-Type-Options", "nosniff")
+		next.ServeHTTP(w, r)
+	})
+}
+
+func (n *Node) adminMux() *http.ServeMux {
+	metrics := prometheus.NewRegistry()
+	metrics.MustRegister(&collector{n}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /healthz", n.health(n.failed))
+	mux.HandleFunc("GET /readyz", n.health(n.notReady))
+	mux.Handle("GET /metrics", promhttp.HandlerFor(metrics, promhttp.HandlerOpts{}))
+	mux.HandleFunc("GET /v1/entries", func(w http.ResponseWriter, _ *http.Request) { n.writeJSON(w, n.entries()) })
+	mux.HandleFunc("GET /v1/status", func(w http.ResponseWriter, _ *http.Request) { n.writeJSON(w, n.status()) })
+	return mux
+}
+
+func (n *Node) health(check func() error) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		if err := check(); err != nil {
+			http.Error(w, err.Error(), http.StatusServiceUnavailable)
+			return
+		}
+		_, _ = w.Write([]byte("ok\n"))
+	}
+}
+
+// notReady is failed, and true of a node that is ending.
+func (n *Node) notReady() error {
+	select {
+	case <-n.closed:
+		return errors.New("the node is ending")
+	default:
+		return n.failed()
+	}
+}
+
+func (n *Node) writeJSON(w http.ResponseWriter, v any) {
+	w.Header().Set("Content-Type", "application/json")
+	if err := json.NewEncoder(w).Encode(v); err != nil {
+		n.log.Debug("admin: answer not written", "error", err)
+	}
+}
+
+// entryStatus is one entry of /v1/entries.
+type entryStatus struct {
+	Pool    string      `json:"pool"` // compatibility hash
+	Key     string      `json:"key"`
+	State   string      `json:"state"` // "filling", "ready"
+	Bytes   int64       `json:"bytes"`
+	Shape   []int64     `json:"shape"`
+	Dtype   string      `json:"dtype"`
+	Pins    int         `json:"pins"`
+	Holds   int         `json:"holds"`
+	Gen     uint64      `json:"gen"`
+	Slot    int         `json:"slot"`
+	Extents [][2]uint32 `json:"extents"` // start, count, in blocks
+	Owner   uint64      `json:"owner"`   // the engine's connection, while it fills
+	Sum     string      `json:"xxh3,omitempty"`
+}
+
+func (n *Node) entries() []entryStatus {
+	out := []entryStatus{}
+	for _, p := range n.pools {
+		for _, i := range p.cache.Entries() {
+			out = append(out, entryOf(p.group, i))
+		}
+	}
+	return out
+}
+
+func entryOf(group string, i ec.Info) entryStatus {
+	e := entryStatus{
+		Pool: group, Key: i.Key, State: i.State.String(), Bytes: i.Spec.Bytes, Shape: i.Spec.Shape, Dtype: i.Spec.Dtype,
+		Pins: i.Pins, Holds: i.Holds, Gen: i.Gen, Slot: i.Slot, Owner: i.Owner, Extents: make([][2]uint32, len(i.Extents)),
+	}
+	for j, x := range i.Extents {
+		e.Extents[j] = [2]uint32{x.Start, x.Count}
+	}
+	if i.HasChecksum {
+		e.Sum = fmt.Sprintf("%016x", i.Checksum)
+	}
+	return e
+}
+
+// nodeStatus is /v1/status.
+type nodeStatus struct {
+	Node       string            `json:"node"`
+	Instance   string            `json:"instance"`
+	PID        int               `json:"pid"`
+	UptimeS    float64           `json:"uptime_s"`
+	Socket     string            `json:"socket"`
+	PeerHost   string            `json:"peer_host"`
+	PeerPort   int               `json:"peer_port"`
+	Admin      string            `json:"admin"`
+	ECProtocol int               `json:"ec_protocol"`
+	Planes     []string          `json:"planes"`
+	Engines    []engineStatus    `json:"engines"`
+	Pools      []poolStatus      `json:"pools"`
+	Config     map[string]string `json:"config"` // in force, by key
+}
+
+type engineStatus struct {
+	Conn uint64 `json:"conn"`
+	Name string `json:"name"`
+	PID  int    `json:"pid"`
+	Pool string `json:"pool"`
+}
+
+type poolStatus struct {
+	Group       string `json:"group"`
+	Model       string `json:"model"`
+	Dtype       string `json:"dtype"`
+	VLLMVersion string `json:"vllm_version"`
+	BlockBytes  int64  `json:"block_bytes"`
+	Blocks      int    `json:"blocks"`
+	Region      string `json:"region"`
+	Epoch       uint64 `json:"epoch"`
+}
+
+func (n *Node) status() nodeStatus {
+	st := nodeStatus{
+		Node: n.id, Instance: n.s.Instance, PID: n.ready.PID, UptimeS: time.Since(n.started).Seconds(), Socket: n.ready.Socket,
+		PeerHost: n.ready.PeerHost, PeerPort: n.ready.PeerPort, Admin: n.ready.Admin, ECProtocol: n.s.ECProtocol,
+		Planes: n.planeList(), Engines: n.engines.list(), Config: map[string]string{},
+	}
+	for _, p := range n.pools {
+		st.Pools = append(st.Pools, poolStatus{
+			Group: p.group, Model: p.Model, Dtype: p.Dtype, VLLMVersion: p.VLLMVersion, BlockBytes: p.BlockBytes,
+			Blocks: p.blocks, Region: p.region.Path(), Epoch: p.region.Epoch(),
+		})
+	}
+	c := n.s.Config
+	for key, f := range fieldsOf(reflect.ValueOf(&c).Elem(), "") {
+		text := fmt.Sprint(f.Interface())
+		if list, ok := f.Interface().([]string); ok {
+			text = strings.Join(list, ",")
+		}
+		st.Config[key] = text
+	}
+	return st
+}

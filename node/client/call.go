@@ -1,0 +1,209 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/tensorferry/tensorferry/node/internal/api"
+)
+
+// read is the one goroutine that receives.
+func (c *Client) read() {
+	defer c.reader.Done()
+	for {
+		m, err := c.conn.Receive()
+		if err != nil {
+			if errors.Is(err, io.EOF) {
+				err = errors.New("the node closed it")
+			}
+			c.lose(fmt.Errorf("%w: %w", ErrClosed, err))
+			return
+		}
+		switch m := m.(type) {
+		case *api.Reply:
+			c.replied(m)
+		case *api.Push:
+			c.pushed(m)
+		case *api.Refused:
+			c.lose(fmt.Errorf("%w: %w", ErrClosed, &api.Error{Code: m.Code, Message: m.Message}))
+			return
+		default:
+			c.lose(fmt.Errorf("%w: %w: a %T from the node", ErrClosed, ErrProtocol, m))
+			return
+		}
+	}
+}
+
+func (c *Client) replied(m *api.Reply) {
+	c.mu.Lock()
+	call := c.calls[m.ID]
+	delete(c.calls, m.ID)
+	c.mu.Unlock()
+	switch {
+	case call == nil || len(call.ops) != len(m.Results):
+		c.lose(fmt.Errorf("%w: %w: reply %d of %d results fits no request", ErrClosed, ErrProtocol, m.ID, len(m.Results)))
+	case call.abandoned:
+		c.giveBack(call.ops, m.Results)
+	case call.reply != nil:
+		call.reply <- m.Results
+	}
+}
+
+func (c *Client) pushed(m *api.Push) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	p := c.refs[m.Ref]
+	if p == nil {
+		return // canceled here while it was on its way
+	}
+	if m.Last {
+		delete(c.refs, m.Ref)
+	}
+	p.push(m)
+}
+
+// giveBack undoes what operations were granted that nobody waits for any more.
+func (c *Client) giveBack(ops []api.Op, results []api.Result) {
+	var undo []api.Op
+	for i, r := range results {
+		if r.Code != api.CodeOK {
+			continue
+		}
+		switch ops[i].Kind {
+		case api.OpReserve:
+			undo = append(undo, api.Op{Kind: api.OpDiscard, Handle: r.Handle})
+		case api.OpMap:
+			undo = append(undo, api.Op{Kind: api.OpRelease, Handle: r.Handle})
+		}
+	}
+	c.post(undo)
+}
+
+// post sends operations whose results nobody needs.
+func (c *Client) post(ops []api.Op) {
+	for len(ops) > 0 {
+		n := chunk(ops)
+		_, _ = c.send(ops[:n], nil)
+		ops = ops[n:]
+	}
+}
+
+// send makes one request of ops. reply gets its results, unless the connection is lost.
+func (c *Client) send(ops []api.Op, reply chan []api.Result) (id uint64, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.err != nil {
+		return 0, c.err
+	}
+	c.nextID++
+	id = c.nextID
+	// Sending never waits, so the lock may stay; it keeps the request ahead of a reply to it.
+	if err := c.conn.Send(&api.Request{ID: id, Ops: ops}, api.MaxRequestFrame); err != nil {
+		if errors.Is(err, api.ErrLimit) {
+			return 0, err
+		}
+		return 0, fmt.Errorf("%w: %w", ErrClosed, err)
+	}
+	c.calls[id] = &call{ops: ops, reply: reply}
+	return id, nil
+}
+
+// roundTrip sends ops, which must fit one frame, and waits for their results. If ctx ends first, what they are granted later is
+// given back.
+func (c *Client) roundTrip(ctx context.Context, ops []api.Op) ([]api.Result, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	reply := make(chan []api.Result, 1)
+	id, err := c.send(ops, reply)
+	if err != nil {
+		return nil, err
+	}
+	select {
+	case r := <-reply:
+		return r, nil
+	case <-ctx.Done():
+		c.mu.Lock()
+		call := c.calls[id]
+		if call != nil {
+			call.abandoned = true
+		}
+		c.mu.Unlock()
+		if call != nil {
+			return nil, ctx.Err()
+		}
+	case <-c.done:
+	}
+	// The reply has come all the same, or the connection was lost.
+	select {
+	case r := <-reply:
+		return r, nil
+	case <-c.done:
+		return nil, c.Err()
+	}
+}
+
+const maxChunk = 4 << 20 // bytes of operations that one request carries, far below the frame's limit
+
+// do carries out any number of operations, in as many requests as they need.
+func (c *Client) do(ctx context.Context, ops []api.Op) ([]api.Result, error) {
+	var all []api.Result
+	for rest := ops; len(rest) > 0; {
+		n := chunk(rest)
+		r, err := c.roundTrip(ctx, rest[:n])
+		if err != nil {
+			c.giveBack(ops[:len(all)], all)
+			return nil, err
+		}
+		if all == nil && n == len(ops) {
+			return r, nil
+		}
+		all = append(all, r...)
+		rest = rest[n:]
+	}
+	return all, nil
+}
+
+// chunk is how many of ops go into the next request: at least one.
+func chunk(ops []api.Op) int {
+	size := 0
+	for i := range ops {
+		o := &ops[i]
+		size += 512 + len(o.Key) + len(o.Metadata) + len(o.Entry) + 5*len(o.ItemIndices)
+		if i > 0 && (size > maxChunk || i == api.MaxOps) {
+			return i
+		}
+	}
+	return len(ops)
+}
+
+// register claims a ref for an operation that is about to be sent.
+func (c *Client) register(p pushee) (ref uint64, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.err != nil {
+		return 0, c.err
+	}
+	c.nextID++
+	c.refs[c.nextID] = p
+	return c.nextID, nil
+}
+
+// forget lets go of a ref; true if it was still there, so that no push of it is delivered any more.
+func (c *Client) forget(ref uint64) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	_, ok := c.refs[ref]
+	delete(c.refs, ref)
+	return ok
+}
+
+// failure makes the error of a result, nil if it has none.
+func failure(op api.Op, code api.Code, message string) error {
+	if code == api.CodeOK {
+		return nil
+	}
+	return &api.Error{Op: op.Kind.String(), Key: op.Key, Code: code, Message: message}
+}

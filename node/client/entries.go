@@ -1,0 +1,174 @@
+package client
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"sync/atomic"
+
+	"github.com/tensorferry/tensorferry/ec"
+	"github.com/tensorferry/tensorferry/node/internal/api"
+)
+
+// Reserve asks for an extent to fill. Errors wrap those of package ec: ErrHeld (there is nothing to do), ErrPending (another
+// engine fills it: wait with WaitReady), ErrConflict, ErrFull, ErrTooLarge.
+func (c *Client) Reserve(ctx context.Context, key string, s ec.Spec) (*Reservation, error) {
+	r, err := c.one(ctx, ReserveOp(key, s))
+	return r.Reservation, err
+}
+
+// Reservation is an extent of the mapped pool to fill. One goroutine uses it at a time.
+type Reservation struct {
+	c       *Client
+	handle  uint64
+	info    ec.Info
+	buffers [][]byte
+	over    atomic.Bool
+}
+
+// Key is what was reserved.
+func (r *Reservation) Key() string { return r.info.Key }
+
+// Buffers are the entry's bytes in the pool, one slice an extent, Spec.Bytes in all. They may be written until Commit or Discard
+// is called.
+func (r *Reservation) Buffers() [][]byte { return r.buffers }
+
+// Commit makes the entry ready: all bytes must be in place, and none is written after the call. ec.ErrStale if it is over already.
+// If ctx ends during the call, the entry is committed or, if the connection is lost, discarded.
+func (r *Reservation) Commit(ctx context.Context) error {
+	_, err := r.c.one(ctx, CommitOp(r))
+	return err
+}
+
+// Discard gives the extent back: nothing may write it any more. ec.ErrStale if the reservation is over already.
+func (r *Reservation) Discard(ctx context.Context) error {
+	_, err := r.c.one(ctx, DiscardOp(r))
+	return err
+}
+
+// Put is Reserve, copy, Commit. Putting a key that is held with the same spec is no error (held is true).
+func (c *Client) Put(ctx context.Context, key string, s ec.Spec, data []byte) (held bool, err error) {
+	if int64(len(data)) != s.Bytes {
+		return false, fmt.Errorf("put %q: %w: %d bytes given, the spec says %d", key, ec.ErrSpec, len(data), s.Bytes)
+	}
+	r, err := c.Reserve(ctx, key, s)
+	if api.CodeOf(err) == api.CodeHeld {
+		return true, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	if err := c.fill(r, data); err != nil {
+		return false, fmt.Errorf("put %q: %w", key, err)
+	}
+	if err := ctx.Err(); err != nil {
+		c.post([]api.Op{{Kind: api.OpDiscard, Handle: r.handle}})
+		return false, err
+	}
+	return false, r.Commit(ctx)
+}
+
+// fill copies while Close waits.
+func (c *Client) fill(r *Reservation, data []byte) error {
+	c.memory.RLock()
+	defer c.memory.RUnlock()
+	if c.bytes == nil {
+		return ErrClosed
+	}
+	for _, b := range r.buffers {
+		data = data[copy(b, data):]
+	}
+	return nil
+}
+
+// AnnounceItem is one key to announce. A key that is not held is announced without an address.
+type AnnounceItem struct {
+	Key         string
+	ItemIndices []int
+	Metadata    json.RawMessage // a JSON object of at most 64 KiB; nil is {}
+}
+
+// Announce takes a hold on each key and gives the ec_transfer_params map, in the order of items. An item that the node refuses is
+// an error of the whole; holds taken for the others end with their lease.
+func (c *Client) Announce(ctx context.Context, items []AnnounceItem) (ec.Params, error) {
+	ops := make([]Op, len(items))
+	for i, item := range items {
+		ops[i] = AnnounceOp(item)
+	}
+	results, err := c.Batch(ctx, ops...)
+	if err != nil {
+		return ec.Params{}, err
+	}
+	var p ec.Params
+	for i := range results {
+		if results[i].Err != nil {
+			return ec.Params{}, results[i].Err
+		}
+		p.Set(items[i].Key, results[i].Announcement)
+	}
+	return p, nil
+}
+
+// Map pins a ready entry and gives its bytes where they are in the pool. ErrMissing, ErrNotReady.
+func (c *Client) Map(ctx context.Context, key string) (*Mapped, error) {
+	r, err := c.one(ctx, MapOp(key))
+	return r.Mapped, err
+}
+
+// Mapped is a pinned entry. Read only: the pool is shared by all engines of the machine.
+type Mapped struct {
+	c       *Client
+	handle  uint64
+	info    ec.Info
+	buffers [][]byte
+	over    atomic.Bool
+}
+
+// Spec says what the entry holds.
+func (m *Mapped) Spec() ec.Spec { return m.info.Spec }
+
+// Info is the entry as it was when it was mapped.
+func (m *Mapped) Info() ec.Info { return m.info }
+
+// Buffers are the entry's bytes, one slice an extent, Spec.Bytes in all. They stay as they are until Release.
+func (m *Mapped) Buffers() [][]byte { return m.buffers }
+
+// Release lets the entry go. It does not wait for the node. Idempotent.
+func (m *Mapped) Release() {
+	if !m.over.Swap(true) {
+		m.c.post([]api.Op{{Kind: api.OpRelease, Key: m.info.Key, Handle: m.handle}})
+	}
+}
+
+// Lookup says what the pool knows of each key; State is ec.Absent for one that it does not know. It never waits for anybody who
+// fills.
+func (c *Client) Lookup(ctx context.Context, keys ...string) ([]ec.Info, error) {
+	ops := make([]Op, len(keys))
+	for i, k := range keys {
+		ops[i] = LookupOp(k)
+	}
+	results, err := c.Batch(ctx, ops...)
+	if err != nil {
+		return nil, err
+	}
+	infos := make([]ec.Info, len(results))
+	for i := range results {
+		if results[i].Err != nil {
+			return nil, results[i].Err
+		}
+		infos[i] = results[i].Info
+	}
+	return infos, nil
+}
+
+// Remove takes a ready, unpinned entry out of the pool. ErrMissing, ErrNotReady, ErrPinned of package ec.
+func (c *Client) Remove(ctx context.Context, key string) error {
+	_, err := c.one(ctx, RemoveOp(key))
+	return err
+}
+
+// Stats are the pool's counters.
+func (c *Client) Stats(ctx context.Context) (ec.Stats, error) {
+	r, err := c.one(ctx, StatsOp())
+	return r.Stats, err
+}

@@ -1,0 +1,273 @@
+package api
+
+import (
+	"bufio"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Conn is one connection with frames on it. One goroutine receives; any may send.
+type Conn struct {
+	sock *net.UnixConn
+	raw  syscall.RawConn
+	in   *bufio.Reader
+	buf  []byte // the receiver's, reused: messages do not refer to it
+	o    ConnOptions
+
+	mu       sync.Mutex
+	backlog  []byte // what the socket did not take yet
+	flushing bool   // a goroutine drains backlog
+	drained  chan struct{}
+	err      error // why nothing can be sent any more
+}
+
+const (
+	keepBuffer = 1 << 20   // bytes of a receive buffer that is kept from frame to frame
+	flushPiece = 256 << 10 // bytes of one write of a backlog, so that WriteStall bounds the wait and not the whole
+)
+
+// ConnOptions of a Conn.
+type ConnOptions struct {
+	InLimit    int           // bytes of a frame received
+	Backlog    int           // bytes that may wait for the other end to read
+	WriteStall time.Duration // the other end may leave the backlog untouched that long; 0: for ever
+}
+
+// NewConn takes sock over.
+func NewConn(sock *net.UnixConn, o ConnOptions) (*Conn, error) {
+	raw, err := sock.SyscallConn()
+	if err != nil {
+		return nil, fmt.Errorf("engine api: %w", err)
+	}
+	return &Conn{sock: sock, raw: raw, in: bufio.NewReaderSize(sock, 64<<10), o: o}, nil
+}
+
+// Close ends the connection. Receive and Send fail from then on.
+func (c *Conn) Close() error {
+	c.mu.Lock()
+	if c.err == nil {
+		c.err = ErrClosed
+	}
+	c.mu.Unlock()
+	return c.sock.Close()
+}
+
+// SetReceiveDeadline bounds Receive.
+func (c *Conn) SetReceiveDeadline(t time.Time) error { return c.sock.SetReadDeadline(t) }
+
+// Receive waits for the next message. io.EOF: the other end closed between two frames. After ErrMalformed and ErrLimit the
+// stream cannot be followed any more.
+func (c *Conn) Receive() (Message, error) {
+	var head [4]byte
+	if _, err := io.ReadFull(c.in, head[:]); err != nil {
+		return nil, err
+	}
+	return c.payload(head)
+}
+
+func (c *Conn) payload(head [4]byte) (Message, error) {
+	size := int64(binary.BigEndian.Uint32(head[:]))
+	if size > int64(c.o.InLimit) {
+		return nil, fmt.Errorf("%w: a frame of %d bytes, at most %d", ErrLimit, size, c.o.InLimit)
+	}
+	// A length is only a promise: memory grows with the bytes that come.
+	buf := c.buf[:0]
+	for at := 0; at < int(size); at = len(buf) {
+		n := min(int(size)-at, max(at, 64<<10))
+		buf = slices.Grow(buf, n)[:at+n]
+		if _, err := io.ReadFull(c.in, buf[at:]); err != nil {
+			if errors.Is(err, io.EOF) {
+				err = io.ErrUnexpectedEOF
+			}
+			return nil, err
+		}
+	}
+	if cap(buf) <= keepBuffer {
+		c.buf = buf
+	}
+	return Decode(buf)
+}
+
+// Send queues m and never waits: what the socket takes goes out at once, from the caller's goroutine, the rest as the other end
+// reads. ErrLimit: m is too large, nothing was sent. ErrBacklog, ErrClosed or the socket's error: the connection is over.
+func (c *Conn) Send(m Message, limit int) error {
+	frame, err := AppendFrame(nil, m, limit)
+	if err != nil {
+		return err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.err != nil {
+		return c.err
+	}
+	if !c.flushing {
+		n, err := c.writeNow(frame)
+		if err != nil {
+			return c.fail(err)
+		}
+		frame = frame[n:]
+		if len(frame) == 0 {
+			return nil
+		}
+	}
+	if len(c.backlog)+len(frame) > c.o.Backlog {
+		return c.fail(ErrBacklog)
+	}
+	c.backlog = append(c.backlog, frame...)
+	if !c.flushing {
+		c.flushing = true
+		c.drained = make(chan struct{})
+		go c.flush()
+	}
+	return nil
+}
+
+// Room waits until less than half the backlog is in use, so that a long listing does not take the connection down.
+func (c *Conn) Room(done <-chan struct{}) error {
+	for {
+		c.mu.Lock()
+		err, used, drained := c.err, len(c.backlog), c.drained
+		c.mu.Unlock()
+		if err != nil || used < c.o.Backlog/2 {
+			return err
+		}
+		select {
+		case <-drained:
+		case <-done:
+			return ErrClosed
+		}
+	}
+}
+
+// fail is called with mu held. The receiver learns of it by the closed socket.
+func (c *Conn) fail(err error) error {
+	if c.err == nil {
+		c.err = err
+		_ = c.sock.Close()
+	}
+	return c.err
+}
+
+// writeNow writes what the socket takes without waiting.
+func (c *Conn) writeNow(b []byte) (n int, err error) {
+	ctl := c.raw.Write(func(fd uintptr) bool {
+		for {
+			n, err = unix.SendmsgN(int(fd), b, nil, nil, unix.MSG_NOSIGNAL|unix.MSG_DONTWAIT)
+			if !errors.Is(err, unix.EINTR) {
+				return true
+			}
+		}
+	})
+	if ctl != nil {
+		return 0, ctl
+	}
+	if errors.Is(err, unix.EAGAIN) {
+		return 0, nil
+	}
+	return max(n, 0), err
+}
+
+// flush drains the backlog and ends.
+func (c *Conn) flush() {
+	for {
+		c.mu.Lock()
+		if len(c.backlog) == 0 || c.err != nil {
+			// writeNow must not meet the deadline of the last piece.
+			_ = c.sock.SetWriteDeadline(time.Time{})
+			c.backlog, c.flushing = nil, false
+			close(c.drained)
+			c.mu.Unlock()
+			return
+		}
+		out := c.backlog[:min(len(c.backlog), flushPiece)]
+		c.mu.Unlock()
+
+		if c.o.WriteStall > 0 {
+			_ = c.sock.SetWriteDeadline(time.Now().Add(c.o.WriteStall))
+		}
+		n, err := c.sock.Write(out)
+
+		c.mu.Lock()
+		c.backlog = c.backlog[n:]
+		if errors.Is(err, os.ErrDeadlineExceeded) && n == 0 {
+			_ = c.fail(ErrBacklog)
+		} else if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
+			_ = c.fail(err)
+		}
+		c.mu.Unlock()
+	}
+}
+
+// SendWithFile sends m with a descriptor of f on its first byte. It may wait, for at most the time given, and must come before
+// any Send. f stays the caller's.
+func (c *Conn) SendWithFile(m Message, limit int, f *os.File, timeout time.Duration) error {
+	frame, err := AppendFrame(nil, m, limit)
+	if err != nil {
+		return err
+	}
+	if err := c.sock.SetWriteDeadline(time.Now().Add(timeout)); err != nil {
+		return err
+	}
+	n, _, err := c.sock.WriteMsgUnix(frame, unix.UnixRights(int(f.Fd())), nil)
+	if err == nil && n < len(frame) {
+		_, err = c.sock.Write(frame[n:])
+	}
+	if err != nil {
+		return fmt.Errorf("engine api: %w", err)
+	}
+	return c.sock.SetWriteDeadline(time.Time{})
+}
+
+// ReceiveWithFile is Receive for the first frame of a connection, which brings a descriptor. f is nil if none came; else it is
+// the caller's to close, also when err is set.
+func (c *Conn) ReceiveWithFile() (m Message, f *os.File, err error) {
+	var head [4]byte
+	oob := make([]byte, unix.CmsgSpace(4*4))
+	for got := 0; got < len(head); {
+		n, oobn, _, _, err := c.sock.ReadMsgUnix(head[got:], oob)
+		if oobn > 0 {
+			f = oneFile(oob[:oobn], f)
+		}
+		if err == nil && n == 0 {
+			err = io.EOF
+		}
+		if err != nil {
+			return nil, f, err
+		}
+		got += n
+	}
+	m, err = c.payload(head)
+	return m, f, err
+}
+
+// oneFile gives the first descriptor of a control message, after one already there, and closes all others.
+func oneFile(oob []byte, f *os.File) *os.File {
+	messages, err := unix.ParseSocketControlMessage(oob)
+	if err != nil {
+		return f
+	}
+	for i := range messages {
+		fds, err := unix.ParseUnixRights(&messages[i])
+		if err != nil {
+			continue
+		}
+		for _, fd := range fds {
+			if f != nil {
+				_ = unix.Close(fd)
+				continue
+			}
+			f = os.NewFile(uintptr(fd), "pool")
+		}
+	}
+	return f
+}

@@ -1,0 +1,327 @@
+package node
+
+import (
+	"fmt"
+	"math"
+	"net"
+	"os"
+	"reflect"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/agnivade/levenshtein"
+	"github.com/knadh/koanf/parsers/yaml"
+	"github.com/knadh/koanf/providers/file"
+	"github.com/knadh/koanf/v2"
+)
+
+// envPrefix begins the environment variable of every key: FERRY_SIDE_CHANNEL, FERRY_TIMEOUTS_READ.
+const envPrefix = "FERRY_"
+
+// The environment variables of vLLM's side channel count where FERRY_SIDE_CHANNEL is not set.
+const (
+	envSideChannelHost = "VLLM_EC_SIDE_CHANNEL_HOST"
+	envSideChannelPort = "VLLM_EC_SIDE_CHANNEL_PORT"
+)
+
+// ackTimeoutKey is vLLM's name for timeouts.ack_plain, in seconds.
+const ackTimeoutKey = "consumer_ack_timeout_s"
+
+// Load puts a configuration together: defaults, under the file (YAML; "" for none), under the environment (as os.Environ gives it),
+// under flags (by key, such as "side_channel" or "timeouts.read", the value as text). Keys of a pool may be given at the top level
+// where there is one pool. An unknown key of the file or the flags is an error that names the nearest known one; an unknown FERRY_
+// variable is not ours and is left alone. The result is not yet validated: Start does that.
+func Load(path string, environ []string, flags map[string]string) (Config, error) {
+	c := DefaultConfig()
+	if path != "" {
+		if err := loadFile(&c, path); err != nil {
+			return Config{}, err
+		}
+	}
+	if err := loadEnv(&c, environ); err != nil {
+		return Config{}, err
+	}
+	for _, key := range sortedKeys(flags) {
+		if err := assign(&c, key, flags[key]); err != nil {
+			return Config{}, fmt.Errorf("flags: %w", err)
+		}
+	}
+	return c, nil
+}
+
+func loadFile(c *Config, path string) error {
+	if _, err := os.Stat(path); err != nil {
+		return fmt.Errorf("%w: file: %w", ErrConfig, err)
+	}
+	k := koanf.New(".")
+	if err := k.Load(file.Provider(path), yaml.Parser()); err != nil {
+		return fmt.Errorf("%w: file %s: %w", ErrConfig, path, err)
+	}
+	values := k.All()
+	inFile := func(err error) error { return fmt.Errorf("file %s: %w", path, err) }
+	if raw, given := values["pools"]; given {
+		delete(values, "pools")
+		for _, f := range poolKeys {
+			if v, both := values[f]; both {
+				return inFile(bad(f, v, "the file has pools too: put it into one of them"))
+			}
+		}
+		if err := assignPools(c, raw); err != nil {
+			return inFile(err)
+		}
+	}
+	for _, key := range sortedKeys(values) {
+		if err := assign(c, key, values[key]); err != nil {
+			return inFile(err)
+		}
+	}
+	return nil
+}
+
+func assignPools(c *Config, raw any) error {
+	list, ok := raw.([]any)
+	if !ok {
+		return bad("pools", raw, "give a list, one - for each pool")
+	}
+	c.Pools = make([]PoolConfig, len(list))
+	for i, item := range list {
+		at := fmt.Sprintf("pools[%d]", i)
+		values, ok := item.(map[string]any)
+		if !ok {
+			return bad(at, item, "give keys and values: %s", strings.Join(poolKeys, ", "))
+		}
+		fields := fieldsOf(reflect.ValueOf(&c.Pools[i]).Elem(), "")
+		for _, key := range sortedKeys(values) {
+			f, known := fields[key]
+			if !known {
+				return unknown(at+"."+key, key, poolKeys)
+			}
+			if err := setField(f, at+"."+key, values[key]); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func loadEnv(c *Config, environ []string) error {
+	env := map[string]string{}
+	for _, e := range environ {
+		if name, value, ok := strings.Cut(e, "="); ok {
+			env[name] = value
+		}
+	}
+	set := func(key, name, value string) error {
+		if err := assign(c, key, value); err != nil {
+			return fmt.Errorf("environment %s: %w", name, err)
+		}
+		return nil
+	}
+	host, port := env[envSideChannelHost], env[envSideChannelPort]
+	if host != "" || port != "" {
+		// Only one of the two may be set: the other stays as the file or the default has it.
+		h, p, err := splitAddress("side_channel", c.SideChannel)
+		if err != nil && (host == "" || port == "") {
+			return err
+		}
+		if host == "" {
+			host = h
+		}
+		if port == "" {
+			port = strconv.Itoa(p)
+		}
+		c.SideChannel = net.JoinHostPort(host, port)
+	}
+	for _, key := range allKeys {
+		name := EnvName(key)
+		if value, given := env[name]; given {
+			if err := set(key, name, value); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// EnvName is the environment variable of a key.
+func EnvName(key string) string {
+	return envPrefix + strings.ToUpper(strings.ReplaceAll(key, ".", "_"))
+}
+
+// Keys are all keys that a file, and with EnvName the environment, may set, those of a pool and vLLM's names included.
+func Keys() []string { return slices.Clone(allKeys) }
+
+var (
+	poolKeys = sortedKeys(fieldsOf(reflect.ValueOf(&PoolConfig{}).Elem(), ""))
+	allKeys  = func() []string {
+		keys := sortedKeys(fieldsOf(reflect.ValueOf(&Config{}).Elem(), ""))
+		keys = append(keys, poolKeys...)
+		keys = append(keys, ackTimeoutKey)
+		slices.Sort(keys)
+		return keys
+	}()
+)
+
+// foreign are names that people bring from vLLM's configuration and that mean nothing here.
+var foreign = map[string]string{
+	"ec_enable_nixl": "name the planes instead, such as planes: [nixl]",
+	"engine_id":      "the node's name is instance",
+	"instance_id":    "the node's name is instance",
+	"ec_role":        "a node serves all roles; the role is the engine's",
+	"ec_connector":   "that is the engine's",
+	"num_ec_blocks":  "the pool's size is ec_cpu_bytes, its blocks follow from block_bytes",
+}
+
+func unknown(full, key string, known []string) error {
+	if hint, ok := foreign[key]; ok {
+		return fmt.Errorf("%w: %s: unknown key: %s", ErrConfig, full, hint)
+	}
+	best, distance := "", math.MaxInt
+	for _, k := range known {
+		if d := levenshtein.ComputeDistance(key, k); d < distance {
+			best, distance = k, d
+		}
+	}
+	return fmt.Errorf("%w: %s: unknown key: did you mean %s?", ErrConfig, full, best)
+}
+
+// assign sets one key. Keys of a pool go to the only pool.
+func assign(c *Config, key string, value any) error {
+	if key == ackTimeoutKey {
+		s, err := strconv.ParseFloat(fmt.Sprint(value), 64)
+		if err != nil || !(s > 0 && s <= 24*3600) {
+			return bad(key, value, "give seconds, above 0 and at most 86400")
+		}
+		c.Timeouts.AckPlain = time.Duration(s * float64(time.Second))
+		return nil
+	}
+	if slices.Contains(poolKeys, key) {
+		if len(c.Pools) > 1 {
+			return bad(key, value, "there are %d pools, and this does not say for which: set it in the file", len(c.Pools))
+		}
+		if len(c.Pools) == 0 {
+			c.Pools = make([]PoolConfig, 1)
+		}
+		return setField(fieldsOf(reflect.ValueOf(&c.Pools[0]).Elem(), "")[key], key, value)
+	}
+	f, known := fieldsOf(reflect.ValueOf(c).Elem(), "")[key]
+	if !known {
+		return unknown(key, key, allKeys)
+	}
+	return setField(f, key, value)
+}
+
+// fieldsOf maps keys to fields, by the koanf tags; those of a nested struct are PARENT.KEY. Lists of structs are left out.
+func fieldsOf(v reflect.Value, prefix string) map[string]reflect.Value {
+	out := map[string]reflect.Value{}
+	for i := range v.NumField() {
+		tag := v.Type().Field(i).Tag.Get("koanf")
+		f := v.Field(i)
+		switch {
+		case tag == "-" || f.Kind() == reflect.Slice && f.Type().Elem().Kind() == reflect.Struct:
+		case f.Kind() == reflect.Struct:
+			for k, n := range fieldsOf(f, prefix+tag+".") {
+				out[k] = n
+			}
+		default:
+			out[prefix+tag] = f
+		}
+	}
+	return out
+}
+
+// setField reads a value as YAML gives it, or as text.
+func setField(f reflect.Value, key string, value any) error {
+	if list, ok := value.([]any); ok || f.Kind() == reflect.Slice {
+		return setList(f, key, value, list)
+	}
+	var text string
+	switch v := value.(type) {
+	case nil:
+		return bad(key, "nothing", "give a value, or leave the key out")
+	case map[string]any:
+		return bad(key, v, "give one value")
+	case float64:
+		if f.Kind() == reflect.String {
+			// 0.10 would have become 0.1 by now.
+			return bad(key, v, "write it in quotes")
+		}
+		text = strconv.FormatFloat(v, 'f', -1, 64)
+	case int:
+		if key == "region_mode" {
+			text = fmt.Sprintf("%#o", v) // YAML reads 0600 as a number
+			break
+		}
+		text = strconv.Itoa(v)
+	default:
+		text = strings.TrimSpace(fmt.Sprint(v))
+	}
+	switch p := f.Addr().Interface().(type) {
+	case *string:
+		*p = text
+	case *bool:
+		b, err := strconv.ParseBool(text)
+		if err != nil {
+			return bad(key, quoted(text), "give true or false")
+		}
+		*p = b
+	case *int:
+		n, err := strconv.Atoi(text)
+		if err != nil {
+			return bad(key, quoted(text), "give a whole number")
+		}
+		*p = n
+	case *int64:
+		n, err := ParseBytes(text)
+		if err != nil {
+			return bad(key, quoted(text), "%v", err)
+		}
+		*p = n
+	case *float64:
+		n, err := strconv.ParseFloat(text, 64)
+		if err != nil {
+			return bad(key, quoted(text), "give a number")
+		}
+		*p = n
+	case *time.Duration:
+		d, err := time.ParseDuration(text)
+		if err != nil {
+			return bad(key, quoted(text), "give a duration with its unit, such as 500ms, 20s or 2m")
+		}
+		*p = d
+	}
+	return nil
+}
+
+func setList(f reflect.Value, key string, value any, list []any) error {
+	p, ok := f.Addr().Interface().(*[]string)
+	if !ok {
+		return bad(key, value, "give one value")
+	}
+	if list == nil {
+		for s := range strings.SplitSeq(fmt.Sprint(value), ",") {
+			list = append(list, s)
+		}
+	}
+	out := make([]string, len(list))
+	for i, v := range list {
+		s, ok := v.(string)
+		if s = strings.TrimSpace(s); !ok || s == "" {
+			return bad(key, value, "give a list of names")
+		}
+		out[i] = s
+	}
+	*p = out
+	return nil
+}
+
+func sortedKeys[V any](m map[string]V) []string {
+	keys := make([]string, 0, len(m))
+	for k := range m {
+		keys = append(keys, k)
+	}
+	slices.Sort(keys)
+	return keys
+}

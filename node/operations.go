@@ -1,0 +1,270 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/tensorferry/tensorferry/ec"
+	"github.com/tensorferry/tensorferry/node/internal/api"
+)
+
+// errCanceled is the cause of what a cancel operation ends.
+var errCanceled = errors.New("canceled by the engine")
+
+// do carries out one operation. start, if not nil, is called after the reply was sent.
+func (s *session) do(op *api.Op, r *api.Result) (start func(), err error) {
+	if err := op.Check(); err != nil {
+		return nil, err
+	}
+	switch op.Kind {
+	case api.OpReserve:
+		return nil, s.reserve(op, r)
+	case api.OpCommit:
+		return nil, s.commit(op, r)
+	case api.OpDiscard:
+		res, err := s.take(op)
+		if err == nil {
+			res.Discard()
+		}
+		return nil, err
+	case api.OpAnnounce:
+		a := s.pool.announcement(op, s.e.identity.peerHost, s.e.identity.peerPort, s.e.identity.generation)
+		r.Entry, err = api.EncodeEntry(op.Key, &a)
+		return nil, err
+	case api.OpFetch:
+		return s.fetch(op)
+	case api.OpCancel:
+		return nil, s.cancelAsync(op.Ref)
+	case api.OpMap:
+		return nil, s.pin(op, r)
+	case api.OpRelease:
+		p, ok := s.pins[op.Handle]
+		if !ok {
+			return nil, fmt.Errorf("%w: no pin %d of this connection", ec.ErrStale, op.Handle)
+		}
+		delete(s.pins, op.Handle)
+		p.Release()
+		return nil, nil
+	case api.OpLookup:
+		info, state := s.pool.cache.Lookup(op.Key)
+		info.Key, info.State = op.Key, state
+		r.Info = &info
+		return nil, nil
+	case api.OpWait:
+		return s.wait(op)
+	case api.OpList:
+		return s.list(op)
+	case api.OpRemove:
+		return nil, s.pool.cache.Remove(op.Key)
+	case api.OpStats:
+		st := s.pool.cache.Stats()
+		r.Stats = &st
+		return nil, nil
+	}
+	return nil, fmt.Errorf("%w; it speaks version %d", api.ErrUnsupported, api.Version)
+}
+
+// handle gives a new handle, never 0, never used before on this connection.
+func (s *session) handle() (uint64, error) {
+	if n := len(s.reservations) + len(s.pins); n >= api.MaxHandles {
+		return 0, fmt.Errorf("%w: %d reservations and pins on this connection", api.ErrLimit, n)
+	}
+	s.handles++
+	return s.handles, nil
+}
+
+func (s *session) reserve(op *api.Op, r *api.Result) error {
+	if op.Dtype != s.pool.Dtype {
+		return fmt.Errorf("%w: dtype %s, this pool's encodings are %s", ec.ErrSpec, op.Dtype, s.pool.Dtype)
+	}
+	h, err := s.handle()
+	if err != nil {
+		return err
+	}
+	res, err := s.pool.cache.Reserve(op.Key, ec.Spec{Dtype: op.Dtype, Shape: op.Shape, Bytes: op.Bytes}, s.id)
+	if err != nil {
+		return err
+	}
+	s.reservations[h] = res
+	info := res.Info()
+	r.Handle, r.Info = h, &info
+	return nil
+}
+
+// take ends a reservation's stay in the table: whoever takes it decides what becomes of it.
+func (s *session) take(op *api.Op) (*ec.Reservation, error) {
+	res, ok := s.reservations[op.Handle]
+	if !ok {
+		return nil, fmt.Errorf("%w: no reservation %d of this connection", ec.ErrStale, op.Handle)
+	}
+	delete(s.reservations, op.Handle)
+	return res, nil
+}
+
+func (s *session) commit(op *api.Op, r *api.Result) error {
+	res, err := s.take(op)
+	if err != nil {
+		return err
+	}
+	var sum *uint64
+	switch {
+	case op.HasSum:
+		sum = &op.Sum
+	case s.e.sums:
+		v := checksum(res.Buffers())
+		sum = &v
+	}
+	info, err := res.Commit(sum)
+	if err != nil {
+		return err
+	}
+	r.Info = &info
+	return nil
+}
+
+func (s *session) pin(op *api.Op, r *api.Result) error {
+	h, err := s.handle()
+	if err != nil {
+		return err
+	}
+	p, err := s.pool.cache.Pin(op.Key)
+	if err != nil {
+		return err
+	}
+	s.pins[h] = p
+	info := p.Info()
+	r.Handle, r.Info = h, &info
+	return nil
+}
+
+// background prepares an operation that answers by pushes: work runs on its own goroutine once start is called, under a context
+// that ends with the connection, by a cancel, or after timeout (0: never).
+func (s *session) background(op *api.Op, timeout time.Duration, work func(ctx context.Context)) (start func(), err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if _, taken := s.async[op.Ref]; taken {
+		return nil, fmt.Errorf("%w: ref %d is in use", api.ErrBadRequest, op.Ref)
+	}
+	if len(s.async) >= api.MaxAsync {
+		return nil, fmt.Errorf("%w: %d fetches, waits and listings on this connection", api.ErrLimit, len(s.async))
+	}
+	ctx, cancel := context.WithCancelCause(s.ctx)
+	s.async[op.Ref] = cancel
+	s.work.Add(1)
+	return func() {
+		go func() {
+			defer s.work.Done()
+			defer cancel(nil)
+			if timeout > 0 {
+				var stop context.CancelFunc
+				ctx, stop = context.WithTimeout(ctx, timeout)
+				defer stop()
+			}
+			work(ctx)
+		}()
+	}, nil
+}
+
+// pushLast sends the last push of a ref, which is free for reuse from then on.
+func (s *session) pushLast(p *api.Push) {
+	p.Last = true
+	s.mu.Lock()
+	delete(s.async, p.Ref)
+	s.mu.Unlock()
+	_ = s.send(p)
+}
+
+func (s *session) cancelAsync(ref uint64) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	cancel, ok := s.async[ref]
+	if !ok {
+		return fmt.Errorf("%w: ref %d is not in flight", ec.ErrStale, ref)
+	}
+	cancel(errCanceled)
+	return nil
+}
+
+func (s *session) fetch(op *api.Op) (start func(), err error) {
+	a, err := api.DecodeEntry(op.Key, op.Entry)
+	if err != nil {
+		return nil, fmt.Errorf("%w: entry of ec_transfer_params: %w", api.ErrBadRequest, err)
+	}
+	timeout := time.Duration(min(op.TimeoutMS, int64(24*time.Hour/time.Millisecond))) * time.Millisecond
+	return s.background(op, timeout, func(ctx context.Context) {
+		res := s.pool.consumer.Fetch(ctx, op.Key, a, s.id)
+		if res.Outcome == ec.FetchCanceled && errors.Is(context.Cause(ctx), context.DeadlineExceeded) {
+			res.Outcome, res.Err = ec.FetchTimedOut, fmt.Errorf("not there after the %v that the engine allowed", timeout)
+		}
+		p := &api.Push{
+			Ref: op.Ref, Event: api.EventFetched, Outcome: res.Outcome.String(),
+			Bytes: res.Bytes, Plane: res.Plane, ElapsedUS: res.Elapsed.Microseconds(),
+		}
+		if res.Err != nil {
+			p.Code, p.Message = api.CodeOf(res.Err), res.Err.Error()
+		}
+		if res.Outcome == ec.FetchReady {
+			p.Info = &res.Info
+		}
+		s.pushLast(p)
+	})
+}
+
+// wait tells when a key is ready, or when nobody is filling it.
+func (s *session) wait(op *api.Op) (start func(), err error) {
+	key := op.Key
+	timeout := time.Duration(min(op.TimeoutMS, int64(24*time.Hour/time.Millisecond))) * time.Millisecond
+	return s.background(op, timeout, func(ctx context.Context) {
+		p := &api.Push{Ref: op.Ref, Event: api.EventWaited}
+		info, err := s.waitReady(ctx, key)
+		if err != nil {
+			p.Code, p.Message = api.CodeOf(err), err.Error()
+		} else {
+			p.Info = &info
+		}
+		s.pushLast(p)
+	})
+}
+
+func (s *session) waitReady(ctx context.Context, key string) (ec.Info, error) {
+	for {
+		// The channel comes first: a change after it is seen, whatever the look says.
+		changed := s.pool.cache.Watch(key)
+		info, state := s.pool.cache.Lookup(key)
+		switch state {
+		case ec.Ready:
+			return info, nil
+		case ec.Absent:
+			return ec.Info{}, fmt.Errorf("%w: %q, and nobody is filling it", ec.ErrMissing, key)
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			if errors.Is(context.Cause(ctx), context.DeadlineExceeded) {
+				return ec.Info{}, fmt.Errorf("%w: %q is still being filled", context.DeadlineExceeded, key)
+			}
+			return ec.Info{}, fmt.Errorf("%w: %w", context.Canceled, context.Cause(ctx))
+		}
+	}
+}
+
+// list pushes all entries, in pieces, as the engine reads them.
+func (s *session) list(op *api.Op) (start func(), err error) {
+	return s.background(op, 0, func(ctx context.Context) {
+		entries := s.pool.cache.Entries()
+		for len(entries) > api.MaxListChunk {
+			if ctx.Err() != nil || s.conn.Room(ctx.Done()) != nil {
+				break
+			}
+			_ = s.send(&api.Push{Ref: op.Ref, Event: api.EventListed, Entries: entries[:api.MaxListChunk]})
+			entries = entries[api.MaxListChunk:]
+		}
+		last := &api.Push{Ref: op.Ref, Event: api.EventListed, Entries: entries}
+		if ctx.Err() != nil {
+			last = &api.Push{Ref: op.Ref, Event: api.EventListed, Code: api.CodeCanceled, Message: errCanceled.Error()}
+		}
+		s.pushLast(last)
+	})
+}

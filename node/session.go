@@ -1,0 +1,217 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/tensorferry/tensorferry/ec"
+	"github.com/tensorferry/tensorferry/node/internal/api"
+)
+
+// session is one engine's connection. Everything an engine has of the pool belongs to its session and ends with it, exactly once,
+// in finish: pins are released, fetches and waits canceled, and reservations given up.
+//
+// An engine may be in the middle of writing what it reserved. So the blocks of a reservation that a connection leaves behind are
+// quarantined until the process is dead (its pidfd says so: not the socket, which a thread or a device may outlive by a moment)
+// or the engine has said bye, which it does after it unmapped the pool. The key is free for others at once.
+type session struct {
+	e    *engines
+	id   uint64
+	sock *net.UnixConn
+	conn *api.Conn
+	log  *slog.Logger
+
+	// Set by the greeting, read by others once greeted is set.
+	peer    api.Peer
+	pool    *pool
+	name    string
+	greeted atomic.Bool
+
+	// The reader's own.
+	handles      uint64
+	reservations map[uint64]*ec.Reservation
+	pins         map[uint64]*ec.Pin
+	bye          bool
+
+	ctx    context.Context // ends with the connection
+	cancel context.CancelFunc
+	work   sync.WaitGroup // fetches, waits and listings
+
+	mu    sync.Mutex
+	async map[uint64]context.CancelCauseFunc // by ref
+}
+
+// run serves the connection from hello to end.
+func (s *session) run() {
+	defer func() { _ = s.conn.Close() }()
+	if err := s.greet(); err != nil {
+		s.e.counters.refused.Add(1)
+		s.log.Info("engine refused", "pid", s.peer.PID, "uid", s.peer.UID, "error", err)
+		if s.peer.Process != nil {
+			_ = s.peer.Process.Close()
+		}
+		return
+	}
+	s.reservations, s.pins = map[uint64]*ec.Reservation{}, map[uint64]*ec.Pin{}
+	s.async = map[uint64]context.CancelCauseFunc{}
+	s.ctx, s.cancel = context.WithCancel(s.e.ctx)
+	s.greeted.Store(true)
+	s.log.Info("engine connected", "name", s.name, "pid", s.peer.PID, "model", s.pool.Model)
+
+	dead := make(chan struct{})
+	s.e.work.Add(1)
+	go func() {
+		defer s.e.work.Done()
+		if api.WaitExit(s.peer.Process) == nil {
+			close(dead)
+			_ = s.conn.Close() // a child that inherited the socket must not keep a dead engine's session
+		}
+	}()
+	err := s.serve()
+	s.finish(err, dead)
+}
+
+func (s *session) greet() error {
+	peer, err := api.PeerOf(s.sock, true)
+	if err != nil {
+		return err
+	}
+	s.peer = peer
+	if err := s.conn.SetReceiveDeadline(time.Now().Add(helloTimeout)); err != nil {
+		return err
+	}
+	m, err := s.conn.Receive()
+	if err != nil {
+		return err
+	}
+	hello, ok := m.(*api.Hello)
+	if !ok {
+		return s.refuse(&api.Refused{Code: api.CodeBadRequest, Message: fmt.Sprintf("a connection begins with hello, not with %T", m)})
+	}
+	if err := s.conn.SetReceiveDeadline(time.Time{}); err != nil {
+		return err
+	}
+	s.name = hello.Name
+	pool, welcome, refused := s.e.welcome(s.id, peer, hello)
+	if refused != nil {
+		return s.refuse(refused)
+	}
+	s.pool = pool
+	// A freshly opened description: the node's own is locked, and that lock must not travel.
+	f, err := pool.region.Reopen(true)
+	if err != nil {
+		return s.refuse(&api.Refused{Code: api.CodeInternal, Message: err.Error()})
+	}
+	defer func() { _ = f.Close() }()
+	return s.conn.SendWithFile(welcome, api.MaxReplyFrame, f, helloTimeout)
+}
+
+func (s *session) refuse(r *api.Refused) error {
+	return errors.Join(errors.New(r.Message), s.conn.Send(r, api.MaxReplyFrame))
+}
+
+// serve carries out requests until the connection ends; nil: it ended as connections do.
+func (s *session) serve() error {
+	for {
+		m, err := s.conn.Receive()
+		switch {
+		case errors.Is(err, api.ErrMalformed), errors.Is(err, api.ErrLimit):
+			s.e.counters.malformed.Add(1)
+			_ = s.conn.Send(&api.Refused{Code: api.CodeBadRequest, Message: err.Error()}, api.MaxReplyFrame)
+			return err
+		case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, net.ErrClosed), errors.Is(err, syscall.ECONNRESET):
+			return nil
+		case err != nil:
+			return err
+		}
+		switch m := m.(type) {
+		case *api.Request:
+			if err := s.request(m); err != nil {
+				return err
+			}
+		case *api.Bye:
+			s.bye = true
+			return nil
+		default:
+			s.e.counters.malformed.Add(1)
+			return fmt.Errorf("%w: a %T from an engine", api.ErrMalformed, m)
+		}
+	}
+}
+
+func (s *session) request(m *api.Request) error {
+	s.e.counters.requests.Add(1)
+	s.e.counters.operations.Add(uint64(len(m.Ops)))
+	reply := &api.Reply{ID: m.ID, Results: make([]api.Result, len(m.Ops))}
+	var begin []func()
+	for i := range m.Ops {
+		start, err := s.do(&m.Ops[i], &reply.Results[i])
+		if err != nil {
+			reply.Results[i] = api.Result{Code: api.CodeOf(err), Message: err.Error()}
+		}
+		if start != nil {
+			begin = append(begin, start)
+		}
+	}
+	err := s.send(reply)
+	// Pushes come after the reply to what they answer.
+	for _, start := range begin {
+		start()
+	}
+	return err
+}
+
+func (s *session) send(m api.Message) error {
+	err := s.conn.Send(m, api.MaxReplyFrame)
+	if errors.Is(err, api.ErrBacklog) {
+		s.e.counters.slow.Add(1)
+		s.log.Warn("engine does not read: disconnected", "name", s.name, "pid", s.peer.PID)
+	}
+	return err
+}
+
+// finish gives back all that the engine had.
+func (s *session) finish(cause error, dead <-chan struct{}) {
+	s.cancel()
+	_ = s.conn.Close()
+	for _, p := range s.pins {
+		p.Release()
+	}
+	var left []*ec.Quarantined
+	for _, r := range s.reservations {
+		if s.bye {
+			r.Discard()
+			continue
+		}
+		left = append(left, r.Quarantine())
+	}
+	s.e.counters.quarantined.Add(uint64(len(left)))
+	s.work.Wait()
+	s.log.Info("engine gone", "name", s.name, "pid", s.peer.PID, "said_bye", s.bye, "pins_released", len(s.pins),
+		"reservations_left", len(left), "error", cause)
+	if len(left) == 0 {
+		_ = s.peer.Process.Close() // ends the watch
+		return
+	}
+	s.e.work.Add(1)
+	go func() {
+		defer s.e.work.Done()
+		defer func() { _ = s.peer.Process.Close() }()
+		select {
+		case <-dead:
+			for _, q := range left {
+				q.Settle()
+			}
+			s.log.Info("blocks of a dead engine are free again", "pid", s.peer.PID, "reservations", len(left))
+		case <-s.e.ctx.Done():
+		}
+	}()
+}
