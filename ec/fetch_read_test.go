@@ -1,0 +1,427 @@
+package ec
+
+import (
+	"errors"
+	"fmt"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/tensorferry/tensorferry/ec/wire"
+	"github.com/tensorferry/tensorferry/region"
+	"github.com/tensorferry/tensorferry/transfer"
+	"github.com/tensorferry/tensorferry/transfer/transfertest"
+)
+
+func TestAReadThatTimesOutIsQuarantinedUntilItEnds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, pairOptions{})
+		save(t, p.pcache, "img", 4)
+		rd := newHeldRead()
+		p.plane.read = func(n int, in transfer.Peer, r transfer.ReadRequest) (transfer.Read, error) {
+			if n > 0 {
+				return in.Read(bg, r)
+			}
+			return rd, nil
+		}
+		r := p.consumer.Fetch(bg, "img", announced(4), 1)
+		wantOutcome(t, r, FetchTimedOut)
+		if r.Elapsed != 20*time.Second {
+			t.Errorf("ended after %v", r.Elapsed)
+		}
+		select {
+		case <-rd.canceled:
+		default:
+			t.Error("the READ was not canceled")
+		}
+		if s := p.ccache.Stats(); s.QuarantinedBlocks != 4 {
+			t.Errorf("%d blocks in quarantine", s.QuarantinedBlocks)
+		}
+
+		// The key is free meanwhile, the memory is not.
+		wantOutcome(t, p.consumer.Fetch(bg, "img", announced(4), 1), FetchReady)
+		wantBytes(t, p.ccache, "img")
+		time.Sleep(61 * time.Second)
+		synctest.Wait()
+		if s := p.ccache.Stats(); s.QuarantinedBlocks != 4 {
+			t.Errorf("a clock freed memory that a READ may write: %d blocks in quarantine", s.QuarantinedBlocks)
+		}
+		if s := p.consumer.Stats(); s.Overdue != 1 || p.clog.lines("stays in quarantine", "img") != 1 {
+			t.Errorf("%d overdue", s.Overdue)
+		}
+		rd.end(transfer.ErrCanceled)
+		synctest.Wait()
+		p.wantIdle()
+		if _, open := p.plane.counts(); open != 0 {
+			t.Errorf("%d peers open on the plane, the one that hung should have been closed", open)
+		}
+	})
+}
+
+func TestAPeerThatFallsWhileReadingDoesNotFreeTheDestination(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, pairOptions{})
+		save(t, p.pcache, "img", 4)
+		rd := newHeldRead()
+		p.plane.read = func(int, transfer.Peer, transfer.ReadRequest) (transfer.Read, error) { return rd, nil }
+		got := make(chan Result, 1)
+		go func() { got <- p.consumer.Fetch(bg, "img", announced(4), 1) }()
+		synctest.Wait()
+		p.host.fall()
+		time.Sleep(10 * time.Second)
+		if s := p.ccache.Stats(); s.FillingBlocks != 4 {
+			t.Errorf("%d blocks being filled", s.FillingBlocks)
+		}
+		wantOutcome(t, <-got, FetchTimedOut)
+		rd.end(transfer.ErrPeerLost)
+		synctest.Wait()
+		p.consumer.Close()
+		if s := p.ccache.Stats(); s.FreeBlocks != s.Blocks {
+			t.Errorf("%d of %d blocks free", s.FreeBlocks, s.Blocks)
+		}
+	})
+}
+
+// C65.
+func TestAFailedReadIsTriedAgainOnAFreshPeerAndDeliversNothing(t *testing.T) {
+	for _, err := range []error{transfer.ErrPeerLost, transfer.ErrDenied, errors.New("NIXL_ERR_REMOTE_DISCONNECT")} {
+		for _, posted := range []bool{true, false} {
+			t.Run(fmt.Sprintf("%v, posted %v", err, posted), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					p := newPair(t, pairOptions{})
+					save(t, p.pcache, "img", 4)
+					p.plane.read = func(n int, in transfer.Peer, r transfer.ReadRequest) (transfer.Read, error) {
+						if n >= 2 {
+							return in.Read(bg, r)
+						}
+						if !posted {
+							return nil, err
+						}
+						for _, b := range r.Local {
+							clear(b)
+						}
+						rd := newHeldRead()
+						rd.end(err)
+						return rd, nil
+					}
+					wantOutcome(t, p.consumer.Fetch(bg, "img", announced(4), 1), FetchReady)
+					wantBytes(t, p.ccache, "img")
+					synctest.Wait()
+					p.wantIdle()
+					opened := 3
+					if errors.Is(err, transfer.ErrDenied) {
+						opened = 1 // that is about the grant
+					}
+					if p.plane.opened != opened {
+						t.Errorf("the peer was added %d times, want %d", p.plane.opened, opened)
+					}
+					if s := p.producer.Stats(); s.Granted != 3 || s.LetGo != 2 {
+						t.Errorf("%d grants, %d given up", s.Granted, s.LetGo)
+					}
+				})
+			})
+		}
+	}
+}
+
+func TestReadsThatGoOnFailingEndTheFetch(t *testing.T) {
+	tests := []struct {
+		err     error
+		outcome Outcome
+		reads   int
+	}{
+		{transfer.ErrPeerLost, FetchUnreachable, maxRetries + 1},
+		{transfer.ErrDenied, FetchFailed, maxRetries + 1},
+		{transfer.ErrBadRequest, FetchFailed, 1},
+	}
+	for _, tt := range tests {
+		t.Run(tt.err.Error(), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				p := newPair(t, pairOptions{})
+				save(t, p.pcache, "img", 4)
+				p.plane.read = func(int, transfer.Peer, transfer.ReadRequest) (transfer.Read, error) {
+					rd := newHeldRead()
+					rd.end(tt.err)
+					return rd, nil
+				}
+				r := p.consumer.Fetch(bg, "img", announced(4), 1)
+				wantOutcome(t, r, tt.outcome)
+				if !errors.Is(r.Err, tt.err) {
+					t.Errorf("error %v", r.Err)
+				}
+				if reads, _ := p.plane.counts(); reads != tt.reads {
+					t.Errorf("%d READs, want %d", reads, tt.reads)
+				}
+				synctest.Wait()
+				p.wantIdle()
+			})
+		})
+	}
+}
+
+// twoPlanes gives the consumer, and the producer, a plane "first" over another fabric beside the usual one.
+func twoPlanes(t *testing.T, first func(p *hookPlane)) (*pair, *hookPlane) {
+	other := &transfertest.Fabric{}
+	extra := &hookPlane{Plane: other.Plane(), name: "first"}
+	first(extra)
+	p := newPair(t, pairOptions{
+		planes: func(_ *transfertest.Fabric, p *hookPlane) []transfer.Plane { return []transfer.Plane{extra, p} },
+		producer: func(o *ProducerOptions) {
+			o.Pools[0].Planes = append(o.Pools[0].Planes, &hookPlane{Plane: other.Plane(), name: "first"})
+		},
+	})
+	return p, extra
+}
+
+func TestAPlaneThatCannotReachThePeerIsPassedOver(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		tries := 0
+		p, _ := twoPlanes(t, func(p *hookPlane) {
+			p.add = func() error { tries++; return fmt.Errorf("another machine: %w", transfer.ErrUnreachable) }
+		})
+		for i := range 3 {
+			key := fmt.Sprint("img-", i)
+			save(t, p.pcache, key, 4)
+			r := p.consumer.Fetch(bg, key, announced(4), 1)
+			wantOutcome(t, r, FetchReady)
+			if r.Plane != transfertest.MemoryName {
+				t.Errorf("plane %q", r.Plane)
+			}
+		}
+		if tries != 1 {
+			t.Errorf("a plane that cannot reach the peer was tried %d times in a moment", tries)
+		}
+		if p.host.requests() != 3 {
+			t.Errorf("%d requests for 3 keys: another plane needs no other grant", p.host.requests())
+		}
+		synctest.Wait()
+		p.wantIdle()
+	})
+}
+
+func TestAfterAFailedReadTheOtherPlaneIsNext(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p, first := twoPlanes(t, func(p *hookPlane) {
+			p.read = func(int, transfer.Peer, transfer.ReadRequest) (transfer.Read, error) {
+				return nil, transfer.ErrPeerLost
+			}
+		})
+		save(t, p.pcache, "img", 4)
+		r := p.consumer.Fetch(bg, "img", announced(4), 1)
+		wantOutcome(t, r, FetchReady)
+		if reads, _ := first.counts(); reads != 1 || r.Plane != transfertest.MemoryName {
+			t.Errorf("plane %q after %d READs of the first", r.Plane, reads)
+		}
+	})
+}
+
+func TestNoPlaneThatReachesThePeerIsUnreachable(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, pairOptions{})
+		save(t, p.pcache, "img", 4)
+		p.plane.add = func() error { return transfer.ErrUnreachable }
+		wantOutcome(t, p.consumer.Fetch(bg, "img", announced(4), 1), FetchUnreachable)
+		synctest.Wait()
+		p.wantIdle()
+	})
+}
+
+// C71, V1: the grant ends while the READ is under way and its blocks are used for another entry. What was read is not delivered.
+func TestBytesReadUnderALapsedGrantAreNeverDelivered(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, pairOptions{blocks: 4, timeouts: Timeouts{GrantLease: 5 * time.Second}})
+		save(t, p.pcache, "img", 4)
+		p.plane.read = func(n int, in transfer.Peer, r transfer.ReadRequest) (transfer.Read, error) {
+			if n > 0 {
+				return in.Read(bg, r)
+			}
+			rd := newHeldRead()
+			go func() { // a plane without tokens, with a frozen reader
+				time.Sleep(6 * time.Second)
+				save(t, p.pcache, "cuckoo", 4)
+				copy(r.Local[0], p.pcache.pool)
+				rd.end(nil)
+			}()
+			return rd, nil
+		}
+		r := p.consumer.Fetch(bg, "img", announced(4), 1)
+		wantOutcome(t, r, FetchMissing) // it was evicted
+		if s := p.consumer.Stats(); s.VerifyFailed != 1 {
+			t.Errorf("%d failed verifications", s.VerifyFailed)
+		}
+		if _, state := p.ccache.Lookup("img"); state != Absent {
+			t.Errorf("the entry is %v", state)
+		}
+		synctest.Wait()
+		p.wantIdle()
+	})
+}
+
+// C23.
+func TestAWrongChecksumIsReadAgainOnceAndThenFails(t *testing.T) {
+	for _, bad := range []int{1, 2} {
+		t.Run(fmt.Sprint(bad, " bad READs"), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				p := newPair(t, pairOptions{verify: true})
+				save(t, p.pcache, "img", 4)
+				p.plane.read = func(n int, in transfer.Peer, r transfer.ReadRequest) (transfer.Read, error) {
+					rd, err := in.Read(bg, r)
+					if err == nil && n < bad {
+						<-rd.Done()
+						r.Local[0][5] ^= 1
+					}
+					return rd, err
+				}
+				r := p.consumer.Fetch(bg, "img", announced(4), 1)
+				if bad == 1 {
+					wantOutcome(t, r, FetchReady)
+					wantBytes(t, p.ccache, "img")
+				} else {
+					wantOutcome(t, r, FetchFailed)
+					if !errors.Is(r.Err, ErrChecksum) {
+						t.Errorf("error %v", r.Err)
+					}
+				}
+				synctest.Wait()
+				p.wantIdle()
+			})
+		})
+	}
+}
+
+func TestALostVerifyIsAskedAgainBeforeTheBytesAre(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, pairOptions{})
+		save(t, p.pcache, "img", 4)
+		lost := 0
+		p.host.set(0, func(m wire.Message) bool {
+			if v, ok := m.(*wire.Verify); ok && !v.Failed && lost < maxVerifies-1 {
+				lost++
+				return false
+			}
+			return true
+		})
+		wantOutcome(t, p.consumer.Fetch(bg, "img", announced(4), 1), FetchReady)
+		if reads, _ := p.plane.counts(); reads != 1 {
+			t.Errorf("%d READs", reads)
+		}
+	})
+}
+
+// V3: whatever an ack says, that key fails and nothing else happens.
+func TestAnAckThatMakesNoSenseFailsItsKeyOnly(t *testing.T) {
+	good := func(r *wire.Request) *wire.Ack {
+		return &wire.Ack{Key: r.Key, Session: r.Session, Ferry: &wire.FerryAck{
+			V: 1, Try: r.Ferry.Try, Node: "other", Gen: 1, Grant: "g", Bytes: 4 * testBlock, Extents: [][2]uint32{{0, 4}},
+			Planes: []wire.PlaneOffer{{Name: transfertest.MemoryName, Metadata: []byte("m")}},
+		}}
+	}
+	tests := []struct {
+		name   string
+		change func(a *wire.Ack)
+	}{
+		{"a block too few", func(a *wire.Ack) { a.Ferry.Extents = [][2]uint32{{0, 3}} }},
+		{"a block too many", func(a *wire.Ack) { a.Ferry.Extents = [][2]uint32{{0, 4}, {6, 1}} }},
+		{"no extents", func(a *wire.Ack) { a.Ferry.Extents = nil }},
+		{"an empty extent", func(a *wire.Ack) { a.Ferry.Extents = [][2]uint32{{0, 4}, {9, 0}} }},
+		{"extents that overlap", func(a *wire.Ack) { a.Ferry.Extents = [][2]uint32{{0, 2}, {1, 2}} }},
+		{"extents that descend", func(a *wire.Ack) { a.Ferry.Extents = [][2]uint32{{8, 2}, {0, 2}} }},
+		{"an extent past the last block number", func(a *wire.Ack) { a.Ferry.Extents = [][2]uint32{{1<<32 - 2, 4}} }},
+		{"extents whose sum overflows", func(a *wire.Ack) { a.Ferry.Extents = [][2]uint32{{0, 1 << 31}, {1 << 31, 1<<31 - 1}} }},
+		{"out of the pool", func(a *wire.Ack) { a.Ferry.Extents = [][2]uint32{{61, 4}} }},
+		{"other bytes", func(a *wire.Ack) { a.Ferry.Bytes-- }},
+		{"negative bytes", func(a *wire.Ack) { a.Ferry.Bytes = -a.Ferry.Bytes }},
+		{"no grant", func(a *wire.Ack) { a.Ferry.Grant = "" }},
+		{"no plane", func(a *wire.Ack) { a.Ferry.Planes = nil }},
+		{"a plane never heard of", func(a *wire.Ack) { a.Ferry.Planes[0].Name = "warp" }},
+		{"a plain ack with 3 block numbers for 4", func(a *wire.Ack) { a.Ferry, a.Blocks, a.AgentMetadata = nil, []uint32{1, 2, 3}, []byte("m") }},
+		{"a plain ack without an agent", func(a *wire.Ack) { a.Ferry, a.Blocks = nil, []uint32{1, 2, 3, 4} }},
+		{"a plain ack that no plane can act on", func(a *wire.Ack) { a.Ferry, a.Blocks, a.AgentMetadata = nil, []uint32{1, 2, 3, 4}, []byte("m") }},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				p := newPair(t, pairOptions{})
+				reg, err := p.fabric.Plane().Register(bg, transfer.Memory{Bytes: make([]byte, 64*testBlock)}, nil)
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer reg.Close()
+				token, err := reg.Grant("g", []region.Span{{Offset: 0, Length: 64 * testBlock}})
+				if err != nil {
+					t.Fatal(err)
+				}
+				evil := p.net.host(7001)
+				h := newAnswers(evil, func(r *wire.Request) []*wire.Ack {
+					a := good(r)
+					a.Ferry.Planes[0].Metadata, a.Ferry.Planes[0].Token = reg.Metadata(), token
+					if r.Key == "img" {
+						tt.change(a)
+					}
+					return []*wire.Ack{a}
+				})
+				evil.listen(h)
+				a := announced(4)
+				a.PeerPort = 7001
+				r := p.consumer.Fetch(bg, "img", a, 1)
+				// A frame that is no message at all is dropped, so its key waits until the budget ends.
+				if dropped := p.consumer.Stats().BadFrames > 0; dropped && r.Outcome != FetchTimedOut ||
+					!dropped && r.Outcome != FetchFailed && r.Outcome != FetchUnreachable || r.Err == nil {
+					t.Errorf("%v (%v)", r.Outcome, r.Err)
+				}
+				wantOutcome(t, p.consumer.Fetch(bg, "good", a, 1), FetchReady)
+				synctest.Wait()
+				p.wantIdle()
+			})
+		})
+	}
+}
+
+// C16.
+func TestAcksOfEarlierTriesAndOtherSessionsAreNotActedOn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, pairOptions{})
+		save(t, p.pcache, "img", 4)
+		wantOutcome(t, p.consumer.Fetch(bg, "img", announced(4), 1), FetchReady)
+		if err := p.ccache.Remove("img"); err != nil {
+			t.Fatal(err)
+		}
+		reads, _ := p.plane.counts()
+		h := newAnswers(p.host, func(r *wire.Request) []*wire.Ack {
+			stale := &wire.Ack{Key: r.Key, Session: r.Session, Ferry: &wire.FerryAck{
+				V: 1, Try: 1, Gen: 1, Grant: "old", Bytes: 4 * testBlock, Extents: [][2]uint32{{0, 4}},
+				Planes: []wire.PlaneOffer{{Name: transfertest.MemoryName}},
+			}}
+			foreign := *stale
+			foreign.Session, foreign.Ferry = "another", &wire.FerryAck{V: 1, Try: r.Ferry.Try, Grant: "x"}
+			staleNack := &wire.Ack{Key: r.Key, Status: wire.NackMissing, Ferry: &wire.FerryAck{V: 1, Try: 1}}
+			other := *stale
+			other.Key = "nobody asked"
+			return []*wire.Ack{stale, &foreign, staleNack, &other, {Key: r.Key, Status: wire.NackNotReady, Ferry: &wire.FerryAck{V: 1, Try: r.Ferry.Try}}}
+		})
+		p.host.listen(h)
+		wantOutcome(t, p.consumer.Fetch(bg, "img", announced(4), 1), FetchNotReady)
+		if now, _ := p.plane.counts(); now != reads {
+			t.Errorf("%d READs by acks of earlier tries", now-reads)
+		}
+		v := <-h.saw
+		if v.Key != "nobody asked" || !v.Failed || v.Grant != "old" {
+			t.Errorf("the grant that nobody asked for was answered %+v", v)
+		}
+	})
+}
+
+func TestAGrantThatComesTooLateIsGivenBackAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, pairOptions{timeouts: Timeouts{Item: 2 * time.Second}})
+		save(t, p.pcache, "img", 4)
+		p.host.set(1500*time.Millisecond, nil)
+		wantOutcome(t, p.consumer.Fetch(bg, "img", announced(4), 1), FetchTimedOut)
+		time.Sleep(5 * time.Second)
+		synctest.Wait()
+		p.wantIdle()
+		if s := p.producer.Stats(); s.LetGo != 1 || s.LeaseExpiries != 0 {
+			t.Errorf("%d given back, %d lapsed", s.LetGo, s.LeaseExpiries)
+		}
+	})
+}
