@@ -48,8 +48,8 @@ const (
 
 var announcementFields = [...]string{"item_indices", "metadata", "peer_host", "peer_port", "size_bytes", "shape"}
 
-// Servable is true if the announcement has an address.
-func (a *Announcement) Servable() bool { return a.PeerHost != "" && a.PeerPort != 0 }
+// Servable is true if the announcement has an address. A nil one, as Params.Get gives for a bad entry, has none.
+func (a *Announcement) Servable() bool { return a != nil && a.PeerHost != "" && a.PeerPort != 0 }
 
 // UnmarshalJSON decodes one entry. Errors are *FieldError. A field given twice is an error: readers differ in which one they take.
 // On an error a is unchanged.

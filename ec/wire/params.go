@@ -61,7 +61,7 @@ func (p *Params) Err(key string) error {
 	return e.err
 }
 
-// Set stores a copy of a under the key, in the place of an entry that is there (a bad one too), else as the last. What it holds is
+// Set stores a copy of a, which is not nil, under the key, in the place of an entry that is there (a bad one too), else as the last. What it holds is
 // checked when it is encoded.
 func (p *Params) Set(key string, a *Announcement) {
 	e := paramsEntry{key: key, rawName: encodeName(key), a: a.clone()}

@@ -193,7 +193,7 @@ func TestDeepEntryIsBadAndTheOthersStay(t *testing.T) {
 
 func TestZeroParamsIsAnEmptyMap(t *testing.T) {
 	var p Params
-	if a, ok := p.Get("k"); ok || a != nil || p.Len() != 0 || p.Keys() != nil || !errors.Is(p.Err("k"), ErrNoEntry) {
+	if a, ok := p.Get("k"); ok || a.Servable() || p.Duplicates() != nil || p.Len() != 0 || p.Keys() != nil || !errors.Is(p.Err("k"), ErrNoEntry) {
 		t.Error("not empty")
 	}
 	if b, err := json.Marshal(struct{ P Params }{p}); err != nil || string(b) != `{"P":{}}` {

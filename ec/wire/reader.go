@@ -18,8 +18,6 @@ type reader struct {
 	name []byte // the field whose value is being read
 }
 
-func newReader(frame []byte) *reader { return &reader{buf: frame, rest: frame} }
-
 func (r *reader) offset() int { return r.base + len(r.buf) - len(r.rest) }
 
 func (r *reader) fail(kind error, format string, args ...any) error {
