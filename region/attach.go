@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -82,6 +83,13 @@ func (m *Mapping) OwnerPID() int { return int(m.word(offOwner)) }
 
 // Port is the port of the owner's side channel, 0 if it has none yet.
 func (m *Mapping) Port() int { return int(m.word(offPort)) }
+
+// Created is when the file was made, by the wall clock of then.
+func (m *Mapping) Created() time.Time { return time.Unix(0, m.header.created) }
+
+// BootID is the kernel's boot id of when the file was made, as /proc tells it; "" if it did not. In memory no file is older than
+// the running kernel; on a disk it can be, and its owner is then dead whatever its pid.
+func (m *Mapping) BootID() string { return m.header.bootID }
 
 func (m *Mapping) word(off int) uint64 {
 	m.mu.Lock()
@@ -163,7 +171,7 @@ func openDir(dir string) (*os.File, error) {
 // openOwn opens name in dir if it is a regular file of this process's user, else ErrForeign (or fs.ErrNotExist). The first open
 // is O_PATH, which has no side effect on whatever may lie there: no fifo blocks, no device is woken, no link is followed.
 func openOwn(dir *os.File, name string, flags int) (*os.File, error) {
-	path := filePath(dir.Name(), name)
+	path := filepath.Join(dir.Name(), name)
 	fd, err := unix.Openat(int(dir.Fd()), name, unix.O_PATH|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return nil, &fs.PathError{Op: "region: open", Path: path, Err: err}
@@ -219,7 +227,7 @@ func unlinkIfSame(dir *os.File, name string, f *os.File) (bool, error) {
 		}
 	}
 	if err != nil {
-		return false, &fs.PathError{Op: "region: unlink", Path: filePath(dir.Name(), name), Err: err}
+		return false, &fs.PathError{Op: "region: unlink", Path: filepath.Join(dir.Name(), name), Err: err}
 	}
 	return same, nil
 }

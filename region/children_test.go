@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"os/exec"
 	"strconv"
 
 	"github.com/zeebo/xxh3"
@@ -22,6 +23,29 @@ func childHold(args []string) {
 		must(0, r.Close(in.Text() == "remove"))
 		fmt.Println("closed")
 	}
+}
+
+// childParent DIR: owns a region and starts a child of its own that attaches it and goes on when this process is gone, until
+// stdin ends.
+func childParent(args []string) {
+	r := must(Create(context.Background(), smallOptions(args[0])))
+	cmd := exec.Command(os.Args[0], "r")
+	cmd.Env = append(os.Environ(), childEnv+"=attach")
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
+	cmd.ExtraFiles = []*os.File{must(r.Reopen(true))}
+	must(0, cmd.Start())
+	must(0, cmd.Wait())
+}
+
+// childCreate DIR: stands in the middle of Create until a line comes.
+func childCreate(args []string) {
+	k := kernelCalls
+	k.populate = func([]byte) error {
+		fmt.Println("creating")
+		_, err := os.Stdin.Read(make([]byte, 1))
+		return err
+	}
+	must(create(context.Background(), smallOptions(args[0]), k))
 }
 
 // childRace DIR: a line is the instance to create; then "close" closes it if it was won.

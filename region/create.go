@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"time"
@@ -45,13 +46,16 @@ func create(ctx context.Context, o Options, k kernel) (*Region, error) {
 	if err != nil {
 		return nil, err
 	}
+	if o.Dir, err = filepath.Abs(o.Dir); err != nil { // Path is for others too, whose working directory differs
+		return nil, err
+	}
 	dir, err := openDir(o.Dir)
 	if err != nil {
 		return nil, err
 	}
 	defer dir.Close()
 
-	c, err := takeClaim(dir, name)
+	c, err := takeClaim(dir, name, o.Geometry.fileBytes())
 	if err != nil {
 		return nil, err
 	}
@@ -67,7 +71,7 @@ func create(ctx context.Context, o Options, k kernel) (*Region, error) {
 
 // build runs under the claim of name.
 func build(ctx context.Context, dir *os.File, name string, o Options, k kernel) (*Region, error) {
-	path := filePath(dir.Name(), name)
+	path := filepath.Join(dir.Name(), name)
 	old, err := reap(dir, name, o.Identity)
 	if err != nil {
 		return nil, err
@@ -144,11 +148,11 @@ func newFile(dir *os.File, name, path string, k kernel) (f *os.File, temp string
 	}
 	temp = "." + name + ".new"
 	if err := unix.Unlinkat(int(dir.Fd()), temp, 0); err != nil && err != unix.ENOENT {
-		return nil, "", &fs.PathError{Op: "region: unlink", Path: filePath(dir.Name(), temp), Err: err}
+		return nil, "", &fs.PathError{Op: "region: unlink", Path: filepath.Join(dir.Name(), temp), Err: err}
 	}
 	fd, err = unix.Openat(int(dir.Fd()), temp, unix.O_CREAT|unix.O_EXCL|unix.O_RDWR|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
 	if err != nil {
-		return nil, "", &fs.PathError{Op: "region: create", Path: filePath(dir.Name(), temp), Err: err}
+		return nil, "", &fs.PathError{Op: "region: create", Path: filepath.Join(dir.Name(), temp), Err: err}
 	}
 	return os.NewFile(uintptr(fd), path), temp, nil
 }
@@ -172,7 +176,7 @@ func publish(dir *os.File, name string, f *os.File, id Identity) error {
 // reap removes what lies under name if it is a region of this user and identity whose owner is dead, and returns its header;
 // a zero header if nothing lies there. Whatever else lies there is left alone and named in the error.
 func reap(dir *os.File, name string, id Identity) (header, error) {
-	path := filePath(dir.Name(), name)
+	path := filepath.Join(dir.Name(), name)
 	for range raceTries {
 		f, err := openOwn(dir, name, unix.O_RDWR)
 		if errors.Is(err, fs.ErrNotExist) {
@@ -220,18 +224,18 @@ func reapOpen(dir *os.File, name, path string, f *os.File, id Identity) (h heade
 	return h, done, err
 }
 
-// claim is a small locked file that lives while a region of one name is being created: it makes reaping and creating one step
+// claim is an empty locked file that lives while a region of one name is being created: it makes reaping and creating one step
 // towards other creators, so that two of them neither remove each other's work nor ask for the memory twice. A killed creator
-// leaves it unlocked, empty but for the pid, for the next one to take.
+// leaves it unlocked for the next one to take.
 type claim struct {
 	file *os.File
 	name string
 }
 
-// takeClaim gives ErrInUse if another process has it.
-func takeClaim(dir *os.File, region string) (*claim, error) {
+// takeClaim gives ErrInUse if another process has it. size is that of the region, for the error if there is no inode left.
+func takeClaim(dir *os.File, region string, size int64) (*claim, error) {
 	name := "." + region + ".claim"
-	path := filePath(dir.Name(), name)
+	path := filepath.Join(dir.Name(), name)
 	for range raceTries {
 		fd, err := unix.Openat(int(dir.Fd()), name, unix.O_CREAT|unix.O_RDWR|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0o600)
 		switch err {
@@ -239,12 +243,11 @@ func takeClaim(dir *os.File, region string) (*claim, error) {
 		case unix.ELOOP:
 			return nil, fmt.Errorf("%w: %s is a symbolic link", ErrForeign, path)
 		default:
-			return nil, spaceFrom(&fs.PathError{Op: "region: create", Path: path, Err: err}, dir, path, 0)
+			return nil, spaceFrom(&fs.PathError{Op: "region: create", Path: path, Err: err}, dir, path, size)
 		}
 		f := os.NewFile(uintptr(fd), path)
 		got, err := lockClaim(dir, name, region, f)
 		if got {
-			f.WriteAt([]byte(strconv.Itoa(os.Getpid())+"\n"), 0) // for the other's message only: a full file system may refuse it
 			return &claim{f, name}, nil
 		}
 		f.Close()
@@ -262,14 +265,22 @@ func lockClaim(dir *os.File, name, region string, f *os.File) (bool, error) {
 	switch err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err {
 	case nil:
 	case unix.EWOULDBLOCK:
-		var pid [16]byte
-		n, _ := f.ReadAt(pid[:], 0)
-		return false, fmt.Errorf("%w: %s is being created by pid %s", ErrInUse, filePath(dir.Name(), region),
-			strings.TrimSpace(string(pid[:n])))
+		return false, fmt.Errorf("%w: %s is being created by %s", ErrInUse, filepath.Join(dir.Name(), region), claimant(f))
 	default:
 		return false, &fs.PathError{Op: "region: flock", Path: f.Name(), Err: err}
 	}
+	// A record lock besides, because the kernel tells whose it is. It costs no page, which a pid in the file would.
+	_ = unix.FcntlFlock(f.Fd(), unix.F_SETLK, &unix.Flock_t{Type: unix.F_WRLCK})
 	return sameFile(dir, name, int(f.Fd())) // it may have been dropped between the open and the lock
+}
+
+// claimant names the process that has the claim, for an error's text.
+func claimant(f *os.File) string {
+	l := unix.Flock_t{Type: unix.F_WRLCK}
+	if err := unix.FcntlFlock(f.Fd(), unix.F_GETLK, &l); err != nil || l.Type == unix.F_UNLCK || l.Pid <= 0 {
+		return "this process or one that the kernel does not show" // own record locks do not conflict
+	}
+	return "pid " + strconv.Itoa(int(l.Pid))
 }
 
 func (c *claim) drop(dir *os.File) error {

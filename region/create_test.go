@@ -419,32 +419,53 @@ func TestDeadRegionOfAnotherFormatVersionIsReaped(t *testing.T) {
 }
 
 func TestClaimOfALiveCreatorIsRespectedAndOfADeadOneTaken(t *testing.T) {
-	o := smallOptions(t.TempDir())
-	path := filepath.Join(o.Dir, "."+smallName+".claim")
-	if err := os.WriteFile(path, []byte("4242\n"), 0o600); err != nil {
-		t.Fatal(err)
+	dir := t.TempDir()
+	c := startChild(t, "create", nil, dir) // stands in the middle of Create
+	c.hear()
+	wantFiles(t, dir, "."+smallName+".claim")
+	_, err := Create(t.Context(), smallOptions(dir))
+	if pid := fmt.Sprint("created by pid ", c.cmd.Process.Pid); !errors.Is(err, ErrInUse) || !strings.Contains(err.Error(), pid) {
+		t.Errorf("%v does not say %q", err, pid)
 	}
-	f, err := os.Open(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := Create(t.Context(), o); !errors.Is(err, ErrInUse) || !strings.Contains(err.Error(), "created by pid 4242") {
-		t.Errorf("live: %v", err)
-	}
-	f.Close()
-	mustCreate(t, o)
-	wantFiles(t, o.Dir, smallName)
+	c.kill()
+	wantFiles(t, dir, "."+smallName+".claim")
+	mustCreate(t, smallOptions(dir))
+	wantFiles(t, dir, smallName)
 
-	o.Identity.Instance = "other"
-	name, _ := o.Identity.FileName()
-	if err := os.Symlink("/etc/passwd", filepath.Join(o.Dir, "."+name+".claim")); err != nil {
-		t.Fatal(err)
+	k := kernelCalls
+	k.populate = func([]byte) error {
+		_, err = Create(t.Context(), smallOptions(dir)) // the same process is refused as well
+		return nil
 	}
-	if _, err := Create(t.Context(), o); !errors.Is(err, ErrForeign) {
-		t.Errorf("link: %v", err)
+	os.Remove(filepath.Join(dir, smallName))
+	r, cerr := create(t.Context(), smallOptions(dir), k)
+	if cerr != nil || !errors.Is(err, ErrInUse) {
+		t.Fatal(cerr, err)
+	}
+	r.Close(true)
+	wantFiles(t, dir)
+}
+
+func TestClaimThatIsNotOursIsRefused(t *testing.T) {
+	for name, lay := range map[string]func(path string){
+		"symbolic link": func(path string) { must(0, os.Symlink("/etc/passwd", path)) },
+		"fifo":          func(path string) { must(0, unix.Mkfifo(path, 0o600)) },
+		"another user's": func(path string) {
+			must(0, os.WriteFile(path, nil, 0o600))
+			if err := os.Chown(path, 12345, -1); err != nil {
+				t.Skip("needs root to give a file away")
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			o := smallOptions(t.TempDir())
+			path := filepath.Join(o.Dir, "."+smallName+".claim")
+			lay(path)
+			if _, err := Create(t.Context(), o); !errors.Is(err, ErrForeign) || !strings.Contains(err.Error(), path) {
+				t.Error(err)
+			}
+			wantFiles(t, o.Dir, filepath.Base(path))
+		})
 	}
 }
 
@@ -508,27 +529,21 @@ func TestUnlinkedRegionStillServesAndLeavesNothing(t *testing.T) {
 
 func TestChildrenAndAttachersDoNotInheritTheLock(t *testing.T) {
 	dir := shmDir(t)
-	other := shmDir(t)
-	r := mustCreate(t, smallOptions(dir))
-	f, err := r.Reopen(true)
-	if err != nil {
+	owner := startChild(t, "parent", nil, dir)
+	if got := owner.hear(); got != "attached" { // said by the owner's child, which has a reopened descriptor
+		t.Fatal(got)
+	}
+	if _, err := Create(t.Context(), smallOptions(dir)); !errors.Is(err, ErrInUse) {
 		t.Fatal(err)
 	}
-	plain := startChild(t, "hold", nil, other)
-	plain.hear()
-	attached := startChild(t, "attach", []*os.File{f}, "r")
-	attached.hear()
-	if err := r.Close(false); err != nil { // f and both children are still open
-		t.Fatal(err)
+	owner.kill()
+	if r := mustCreate(t, smallOptions(dir)); r.Epoch() != 2 {
+		t.Errorf("epoch %d", r.Epoch())
 	}
-	if next := mustCreate(t, smallOptions(dir)); next.Epoch() != 2 {
-		t.Errorf("epoch %d", next.Epoch())
+	owner.say("sum") // the owner's child lives on, with the old memory
+	if got, want := owner.hear(), fmt.Sprint(sumOf(make([]byte, 16*4096))); got != want {
+		t.Errorf("sum %s, want %s", got, want)
 	}
-	attached.say("sum")
-	attached.hear()
-	f.Close()
-	plain.say("remove")
-	plain.hear()
 }
 
 // Two processes race for one name. Every other time a dead owner's file lies there already. A reader opens all the while.

@@ -16,6 +16,8 @@ const childEnv = "FERRY_REGION_TEST_CHILD"
 
 var children = map[string]func(args []string){
 	"hold":    childHold,
+	"create":  childCreate,
+	"parent":  childParent,
 	"race":    childRace,
 	"entries": childEntries,
 	"attach":  childAttach,

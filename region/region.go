@@ -21,7 +21,6 @@ import (
 	"math"
 	"math/bits"
 	"os"
-	"path/filepath"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -268,11 +267,10 @@ func (r *Region) Close(remove bool) error {
 	r.closed, r.table = true, nil
 	errs = append(errs, unix.Munmap(r.mem))
 	r.mem = nil
-	errs = append(errs, r.file.Close()) // last: this gives the lock up
+	// Unlocking is said aloud: a child that was forked and has not called exec yet still has the description.
+	errs = append(errs, unix.Flock(int(r.file.Fd()), unix.LOCK_UN), r.file.Close())
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("region: closing %s: %w", r.path, err)
 	}
 	return nil
 }
-
-func filePath(dir, name string) string { return filepath.Join(dir, name) }

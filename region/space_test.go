@@ -1,0 +1,209 @@
+package region
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+const mountsEnv = "FERRY_REGION_TEST_MOUNTS"
+
+// inPrivateMounts runs the test once more in a process with mounts of its own, and reports whether this is that process.
+func inPrivateMounts(t *testing.T) bool {
+	t.Helper()
+	if os.Getenv(mountsEnv) != "" {
+		return true
+	}
+	if os.Geteuid() != 0 {
+		t.Skip("needs root to mount a tmpfs")
+	}
+	cmd := exec.Command(os.Args[0], "-test.run=^"+t.Name()+"$", "-test.v")
+	cmd.Env = append(os.Environ(), mountsEnv+"=1")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS, Pdeathsig: syscall.SIGKILL}
+	out, err := cmd.CombinedOutput()
+	if errors.Is(err, unix.EPERM) {
+		t.Skip("no mount namespaces here:", err)
+	}
+	if err != nil || !strings.Contains(string(out), "--- PASS: "+t.Name()) {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	return false
+}
+
+// mountTmpfs gives an empty tmpfs, or ends the test where that is not allowed.
+func mountTmpfs(t *testing.T, options string) string {
+	t.Helper()
+	dir := t.TempDir()
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, options); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { unix.Unmount(dir, unix.MNT_DETACH) })
+	return dir
+}
+
+func sized(dir string, blocks int) Options {
+	o := smallOptions(dir)
+	o.Geometry = Geometry{BlockBytes: 1 << 20, Blocks: blocks, Slots: 8}
+	return o
+}
+
+func wantSpace(t *testing.T, err error, dir string, asked int64, words ...string) *SpaceError {
+	t.Helper()
+	var s *SpaceError
+	if !errors.As(err, &s) {
+		t.Fatalf("%v is no *SpaceError", err)
+	}
+	if s.Asked != asked {
+		t.Errorf("asked %d, want %d", s.Asked, asked)
+	}
+	words = append(words, dir, fmt.Sprint(s.Asked), fmt.Sprint(s.Free))
+	for _, w := range words {
+		if !strings.Contains(err.Error(), w) {
+			t.Errorf("%q does not say %q", err, w)
+		}
+	}
+	return s
+}
+
+func TestFullTmpfsIsASpaceErrorWithBothNumbersAndTheKnobAndNeverSIGBUS(t *testing.T) {
+	if !inPrivateMounts(t) {
+		return
+	}
+	knobs := []string{"--shm-size", "emptyDir", "sizeLimit", "tmpfs"}
+	dir := mountTmpfs(t, "size=64m")
+	s := wantSpace(t, func() error { _, err := Create(t.Context(), sized(dir, 200)); return err }(),
+		dir, sized(dir, 200).Geometry.fileBytes(), append(knobs, "asked 200.1 MiB", "free 64.0 MiB")...)
+	if s.Free != 64<<20 || s.Path != filepath.Join(dir, smallName) {
+		t.Errorf("%+v", s)
+	}
+	wantFiles(t, dir)
+
+	// The space goes away between the look and the reservation, in both ways of reserving, and after a part is reserved.
+	for name, call := range map[string]func(fd int, off, n int64) error{
+		"fallocate": kernelCalls.fallocate,
+		"writing":   func(int, int64, int64) error { return unix.EOPNOTSUPP },
+	} {
+		for _, base := range []kernel{kernelCalls, withoutTmpfile()} {
+			k := base
+			hog := filepath.Join(dir, "hog")
+			k.fallocate = func(fd int, off, n int64) error {
+				if off == 0 {
+					f := must(os.Create(hog))
+					must(0, unix.Fallocate(int(f.Fd()), 0, 0, 30<<20))
+					f.Close()
+				}
+				return call(fd, off, n)
+			}
+			_, err := create(t.Context(), sized(dir, 60), k)
+			t.Log(name, err)
+			wantSpace(t, err, dir, sized(dir, 60).Geometry.fileBytes(), knobs...)
+			wantFiles(t, dir, "hog")
+			os.Remove(hog)
+		}
+	}
+
+	// What fits to the last page is made and can be written to the last byte.
+	r := mustCreate(t, sized(dir, 63))
+	for off := 0; off < len(r.Pool()); off += 1 << 20 {
+		copy(r.Pool()[off:], bytes.Repeat([]byte{1}, 1<<20))
+	}
+	r.Close(true)
+	wantFiles(t, dir)
+}
+
+func TestTmpfsWithoutInodesIsASpaceErrorThatSaysSo(t *testing.T) {
+	if !inPrivateMounts(t) {
+		return
+	}
+	dir := mountTmpfs(t, "size=64m,nr_inodes=2") // one for the root
+	if err := os.WriteFile(filepath.Join(dir, "x"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, err := Create(t.Context(), sized(dir, 1))
+	wantSpace(t, err, dir, sized(dir, 1).Geometry.fileBytes(), "nr_inodes")
+}
+
+func TestTmpfsWithoutASizeHasNoLimitOfItsOwn(t *testing.T) {
+	if !inPrivateMounts(t) {
+		return
+	}
+	dir := must(openDir(mountTmpfs(t, "size=0")))
+	defer dir.Close()
+	if v := must(volumeOf(dir)); v.free != math.MaxInt64 || !v.memory {
+		t.Errorf("%+v", v)
+	}
+	mustCreate(t, sized(dir.Name(), 4))
+}
+
+// A container that was killed finds its tmpfs as it left it, with room for one region only.
+func TestLeakedRegionOfADeadOwnerDoesNotPreventTheRestart(t *testing.T) {
+	if !inPrivateMounts(t) {
+		return
+	}
+	o := smallOptions(mountTmpfs(t, fmt.Sprintf("size=%d", smallOptions("").Geometry.fileBytes())))
+	for range 3 {
+		c := startChild(t, "hold", nil, o.Dir)
+		if path := c.hear(); path != filepath.Join(o.Dir, smallName) {
+			t.Fatal(path)
+		}
+		// While it lives the next one must not even try: neither reap nor complain of space.
+		if _, err := Create(t.Context(), o); !errors.Is(err, ErrInUse) {
+			t.Fatal(err)
+		}
+		c.kill()
+		wantFiles(t, o.Dir, smallName)
+	}
+	mustCreate(t, o)
+}
+
+// Two creators and room for one: had both reserved at the same time, both could fail.
+func TestRacingCreatorsDoNotTakeTheSpaceFromEachOther(t *testing.T) {
+	if !inPrivateMounts(t) {
+		return
+	}
+	dir := mountTmpfs(t, fmt.Sprintf("size=%d", smallOptions("").Geometry.fileBytes()))
+	a, b := startChild(t, "race", nil, dir), startChild(t, "race", nil, dir)
+	for range 200 {
+		a.say("x")
+		b.say("x")
+		if got := a.hear() + ", " + b.hear(); got != "won, in use" && got != "in use, won" {
+			t.Fatal(got)
+		}
+		for _, c := range []*child{a, b} {
+			c.say("close")
+			c.hear()
+		}
+	}
+	wantFiles(t, dir)
+}
+
+func TestLimitOnFileSizesIsASpaceErrorAndNotASignal(t *testing.T) {
+	dir := t.TempDir()
+	c := startChild(t, "rlimit", nil, dir)
+	if got := c.hear(); !strings.HasPrefix(got, "true ") || !strings.Contains(got, "RLIMIT_FSIZE") || !strings.Contains(got, "ulimit -f") {
+		t.Error(got)
+	}
+	wantFiles(t, dir)
+}
+
+func TestSystemErrorsOfSpaceBecomeASpaceErrorAndOthersStay(t *testing.T) {
+	dir := must(openDir(t.TempDir()))
+	defer dir.Close()
+	for _, errno := range []error{unix.ENOSPC, unix.EDQUOT, unix.EFBIG, unix.ENOMEM} {
+		wantSpace(t, spaceFrom(fmt.Errorf("x: %w", errno), dir, filepath.Join(dir.Name(), "f"), 5<<20), dir.Name(), 5<<20)
+	}
+	for _, err := range []error{nil, unix.EIO, errors.New("x")} {
+		if got := spaceFrom(err, dir, "f", 1); got != err {
+			t.Errorf("%v became %v", err, got)
+		}
+	}
+}
