@@ -194,7 +194,8 @@ func (n *Node) startPeers(ctx context.Context) error {
 		return err
 	}
 	n.up("producer", func(context.Context) error { return n.producer.Close() })
-	if n.router, err = n.loop.Listen(ctx, n.s.host, n.s.port, n.producer); err != nil {
+	answerer := &probes{Producer: n.producer, pools: n.pools, generation: n.s.ECProtocol, checksums: n.s.Checksums}
+	if n.router, err = n.loop.Listen(ctx, n.s.host, n.s.port, answerer); err != nil {
 		return bad("side_channel", n.s.SideChannel, "%v; use a free port, or 0 for any", err)
 	}
 	n.up("side channel", func(context.Context) error { return n.router.Close() })
