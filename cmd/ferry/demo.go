@@ -52,7 +52,7 @@ Nothing is left behind: no process, no file, no shared memory.`,
 	cmd.Flags().StringVar(&o.Images, "images", "", "directory with JPEG and PNG files; the built-in photographs if empty")
 	cmd.Flags().StringVar(&o.Planes, "planes", "", "data planes of the nodes, with commas; all that are there if empty")
 	cmd.Flags().StringVar(&o.PoolBytes, "ec-cpu-bytes", "24MiB", "size of each of the two pools")
-	cmd.Flags().IntVar(&o.BlockBytes, "block-bytes", 7168, "bytes of a row: embedding width x 2 (7168 is that of a 7B model)")
+	cmd.Flags().IntVar(&o.BlockBytes, "block-bytes", 3072, "bytes of a row: embedding width x 2 (3072 is that of Qwen2-VL-2B, 7168 that of its 7B)")
 	cmd.Flags().StringVar(&o.ShmDir, "shm-dir", "", "directory of the pools (the nodes' default if empty)")
 	cmd.Flags().BoolVar(&asJSON, "json", false, "one JSON object an image, and one with the summary")
 	return cmd
