@@ -61,7 +61,7 @@ func (c *peer) Read(ctx context.Context, r transfer.ReadRequest) (transfer.Read,
 	if err != nil {
 		return nil, err
 	}
-	rd := newRead(span.Pieces(r.Local, span.Slices(c.m.pool, r.Remote), pieceBytes))
+	rd := newRead(span.Pieces(r.Local, span.Slices(c.m.pool, r.Remote), pieceBytes), total)
 	c.mu.Lock()
 	if c.closed {
 		c.mu.Unlock()

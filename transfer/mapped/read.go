@@ -10,10 +10,12 @@ import (
 	"github.com/tensorferry/tensorferry/transfer/internal/span"
 )
 
-// Sizes that were measured (bench/results). A goroutine's start costs about as much as copying 64 KiB; a second copier pays from
-// about 4 MiB; pieces bound how late a cancel is noticed.
+// Sizes that were measured (bench/results/mapped.md). Up to a MiB, waking a goroutine on another core, whose cache is cold for
+// these bytes, takes longer than copying them here. From 4 MiB on a second copier pays, and so do stores past the caches: they
+// lose up to a fifth if all the bytes happen to be in a cache, and win two to three times over if not, which is the rule for a
+// pool. Pieces bound how late a cancel is noticed.
 const (
-	inlineBytes   = 64 << 10
+	inlineBytes   = 1 << 20
 	parallelBytes = 4 << 20
 	pieceBytes    = 1 << 20
 )
@@ -21,13 +23,20 @@ const (
 // read is a READ: pieces that workers take one by one.
 type read struct {
 	pieces []span.Piece
+	copy   func(dst, src []byte)
 	next   atomic.Int64
 	failed atomic.Pointer[error] // the first reason to stop
 	err    error                 // set before done is closed
 	done   chan struct{}
 }
 
-func newRead(pieces []span.Piece) *read { return &read{pieces: pieces, done: make(chan struct{})} }
+func newRead(pieces []span.Piece, total int64) *read {
+	r := &read{pieces: pieces, copy: streamCopy, done: make(chan struct{})}
+	if total < parallelBytes {
+		r.copy = func(dst, src []byte) { copy(dst, src) }
+	}
+	return r
+}
 
 // run copies with that many goroutines, this one included, and closes done.
 func (r *read) run(workers int) {
@@ -61,7 +70,7 @@ func (r *read) work() {
 		if i >= len(r.pieces) {
 			return
 		}
-		copy(r.pieces[i].Dst, r.pieces[i].Src)
+		r.copy(r.pieces[i].Dst, r.pieces[i].Src)
 	}
 }
 
