@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/zeebo/xxh3"
+	"golang.org/x/sys/unix"
 )
 
 func sumOf(b []byte) uint64 { return xxh3.Hash(b) }
@@ -182,13 +183,18 @@ func layFile(t testing.TB, path string, page []byte, size int64) *os.File {
 	if err != nil {
 		t.Fatal(err)
 	}
+	layBytes(t, f, page, size)
+	return f
+}
+
+func layBytes(t testing.TB, f *os.File, page []byte, size int64) {
+	t.Helper()
 	if _, err := f.WriteAt(page[:min(int64(len(page)), size)], 0); err != nil {
 		t.Fatal(err)
 	}
 	if err := f.Truncate(size); err != nil {
 		t.Fatal(err)
 	}
-	return f
 }
 
 func TestHeaderSurvivesEncodeAndDecode(t *testing.T) {
@@ -315,7 +321,6 @@ func FuzzAttach(f *testing.F) {
 	big := validPage()
 	order.PutUint64(big[offBlocks:], 1<<32-1)
 	f.Add(big, size, true)
-	path := filepath.Join(f.TempDir(), "x")
 	f.Fuzz(func(t *testing.T, page []byte, size int64, fixSum bool) {
 		if size < 0 || size > 1<<30 {
 			return
@@ -326,8 +331,13 @@ func FuzzAttach(f *testing.F) {
 			order.PutUint32(page[offConstLen:], constLen)
 			order.PutUint64(page[constLen:], sumOf(page[:constLen]))
 		}
-		file := layFile(t, path, page, size)
+		fd, err := unix.MemfdCreate("region", unix.MFD_CLOEXEC) // a disk would flush for each input
+		if err != nil {
+			t.Skip(err)
+		}
+		file := os.NewFile(uintptr(fd), "region")
 		defer file.Close()
+		layBytes(t, file, page, size)
 		m, err := Attach(file, true)
 		if err != nil {
 			if !errors.Is(err, ErrFormat) {

@@ -469,6 +469,29 @@ func TestClaimThatIsNotOursIsRefused(t *testing.T) {
 	}
 }
 
+// The name may go or change between the open and the lock; what was locked then is nobody's.
+func TestLockOnAFileThatLostItsNameCountsForNothing(t *testing.T) {
+	o := smallOptions(t.TempDir())
+	dir := must(openDir(o.Dir))
+	defer dir.Close()
+	c := must(takeClaim(dir, smallName, 0))
+	late := must(os.OpenFile(filepath.Join(o.Dir, c.name), os.O_RDWR, 0))
+	defer late.Close()
+	must(0, c.drop(dir))
+	if got, err := lockClaim(dir, c.name, smallName, late); got || err != nil {
+		t.Errorf("claim: %t, %v", got, err)
+	}
+
+	mustCreate(t, o).Close(false)
+	old := must(openOwn(dir, smallName, unix.O_RDWR))
+	defer old.Close()
+	next := mustCreate(t, o)
+	if _, done, err := reapOpen(dir, smallName, next.Path(), old, o.Identity); done || err != nil {
+		t.Errorf("reaped: %t, %v", done, err)
+	}
+	wantFiles(t, o.Dir, smallName)
+}
+
 func TestNameTakenByAProcessOutsideTheProtocolIsNotOverwritten(t *testing.T) {
 	o := smallOptions(t.TempDir())
 	k := kernelCalls
