@@ -77,7 +77,7 @@ func (o *Op) checkAnnounce() error {
 	if len(o.Metadata) > MaxMetadata {
 		return fmt.Errorf("%w: metadata of %d bytes, at most %d", ErrLimit, len(o.Metadata), MaxMetadata)
 	}
-	if len(o.Metadata) > 0 && (bytes.TrimLeft(o.Metadata, " \t\r\n")[0] != '{' || !json.Valid(o.Metadata)) {
+	if len(o.Metadata) > 0 && !(bytes.HasPrefix(bytes.TrimLeft(o.Metadata, " \t\r\n"), []byte("{")) && json.Valid(o.Metadata)) {
 		return fmt.Errorf("%w: metadata is not a JSON object", ErrBadRequest)
 	}
 	if len(o.ItemIndices) > MaxItemIndices {

@@ -1,0 +1,259 @@
+package api
+
+import (
+	"encoding/binary"
+	"errors"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// socketPair is two connected unix stream sockets.
+func socketPair(t testing.TB) (a, b *net.UnixConn) {
+	t.Helper()
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn := func(fd int) *net.UnixConn {
+		f := os.NewFile(uintptr(fd), "pair")
+		defer f.Close()
+		c, err := net.FileConn(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Close() })
+		return c.(*net.UnixConn)
+	}
+	return conn(fds[0]), conn(fds[1])
+}
+
+func newPair(t testing.TB, o ConnOptions) (a, b *Conn) {
+	t.Helper()
+	sa, sb := socketPair(t)
+	a, errA := NewConn(sa, o)
+	b, errB := NewConn(sb, o)
+	if err := errors.Join(errA, errB); err != nil {
+		t.Fatal(err)
+	}
+	return a, b
+}
+
+var roomy = ConnOptions{InLimit: MaxReplyFrame, Backlog: 64 << 20}
+
+func TestFramesOfAllSendersArriveWhole(t *testing.T) {
+	a, b := newPair(t, roomy)
+	const senders, each = 8, 50
+	text := strings.Repeat("x", 100_000) // more than the socket takes at once
+	var wg sync.WaitGroup
+	for s := range senders {
+		wg.Go(func() {
+			for range each {
+				if err := a.Send(&Reply{ID: uint64(s), Results: []Result{{Entry: []byte(text)}}}, MaxReplyFrame); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	counts := map[uint64]int{}
+	for range senders * each {
+		m, err := b.Receive()
+		if err != nil {
+			t.Fatal(err)
+		}
+		r := m.(*Reply)
+		if string(r.Results[0].Entry) != text {
+			t.Fatal("a frame is damaged")
+		}
+		counts[r.ID]++
+	}
+	wg.Wait()
+	for s := range uint64(senders) {
+		if counts[s] != each {
+			t.Errorf("sender %d: %d frames", s, counts[s])
+		}
+	}
+	// The socket is free of the flusher's deadline again.
+	if err := a.Send(&Bye{}, MaxReplyFrame); err != nil {
+		t.Fatal(err)
+	}
+	if m, err := b.Receive(); err != nil {
+		t.Fatal(m, err)
+	}
+}
+
+func TestWhoDoesNotReadIsDisconnected(t *testing.T) {
+	a, b := newPair(t, ConnOptions{InLimit: MaxReplyFrame, Backlog: 1 << 20})
+	big := &Reply{Results: []Result{{Entry: make([]byte, 300_000)}}}
+	var err error
+	for n := 0; err == nil; n++ {
+		if n > 100 {
+			t.Fatal("30 MB were queued in a backlog of 1 MiB")
+		}
+		err = a.Send(big, MaxReplyFrame)
+	}
+	if !errors.Is(err, ErrBacklog) {
+		t.Fatalf("%v; want ErrBacklog", err)
+	}
+	if err := a.Send(&Bye{}, MaxReplyFrame); !errors.Is(err, ErrBacklog) {
+		t.Errorf("a later Send: %v", err)
+	}
+	for err = nil; err == nil; {
+		_, err = b.Receive()
+	}
+	if !errors.Is(err, io.ErrUnexpectedEOF) && !errors.Is(err, io.EOF) {
+		t.Errorf("the other end sees %v", err)
+	}
+}
+
+func TestWhoStopsReadingIsDisconnectedAfterTheStall(t *testing.T) {
+	a, _ := newPair(t, ConnOptions{InLimit: MaxReplyFrame, Backlog: 64 << 20, WriteStall: 20 * time.Millisecond})
+	if err := a.Send(&Reply{Results: []Result{{Entry: make([]byte, 4<<20)}}}, MaxReplyFrame); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.Room(nil); !errors.Is(err, ErrBacklog) && err != nil {
+		t.Fatal(err)
+	}
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+		if err := a.Send(&Bye{}, MaxReplyFrame); errors.Is(err, ErrBacklog) {
+			return
+		}
+		if time.Now().After(end) {
+			t.Fatal("still connected")
+		}
+	}
+}
+
+func TestRoomWaitsUntilTheOtherEndHasRead(t *testing.T) {
+	a, b := newPair(t, ConnOptions{InLimit: MaxReplyFrame, Backlog: 8 << 20})
+	for range 2 {
+		if err := a.Send(&Reply{Results: []Result{{Entry: make([]byte, 3<<20)}}}, MaxReplyFrame); err != nil {
+			t.Fatal(err)
+		}
+	}
+	gone := make(chan struct{})
+	close(gone)
+	if err := a.Room(gone); !errors.Is(err, ErrClosed) {
+		t.Fatalf("Room with a full backlog and a caller that has gone: %v", err)
+	}
+	got := make(chan error, 1)
+	go func() { got <- a.Room(nil) }()
+	for range 2 {
+		if _, err := b.Receive(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := <-got; err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestALengthIsCheckedBeforeMemoryIsTaken(t *testing.T) {
+	sa, sb := socketPair(t)
+	b, err := NewConn(sb, ConnOptions{InLimit: 1 << 20})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := sa.Write(binary.BigEndian.AppendUint32(nil, 1<<20+1)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := b.Receive(); !errors.Is(err, ErrLimit) {
+		t.Errorf("%v; want ErrLimit", err)
+	}
+}
+
+func TestAnEndInsideAFrameIsToldFromAnEndBetweenFrames(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		bytes []byte
+		want  error
+	}{
+		{"between", nil, io.EOF},
+		{"in the length", []byte{0, 0}, io.ErrUnexpectedEOF},
+		{"after the length", []byte{0, 0, 0, 9}, io.ErrUnexpectedEOF},
+		{"in the payload", []byte{0, 0, 0, 9, 1, 2}, io.ErrUnexpectedEOF},
+	} {
+		sa, sb := socketPair(t)
+		b, err := NewConn(sb, roomy)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := sa.Write(c.bytes); err != nil {
+			t.Fatal(err)
+		}
+		_ = sa.Close()
+		if _, err := b.Receive(); err != c.want {
+			t.Errorf("%s: %v, want %v", c.name, err, c.want)
+		}
+	}
+}
+
+func TestAFileTravelsWithTheFirstFrame(t *testing.T) {
+	a, b := newPair(t, roomy)
+	f, err := os.Create(filepath.Join(t.TempDir(), "f"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if _, err := f.WriteString("content"); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.SendWithFile(&Welcome{Node: "n"}, MaxReplyFrame, f, time.Second); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.Send(&Bye{}, MaxReplyFrame); err != nil {
+		t.Fatal(err)
+	}
+	m, got, err := b.ReceiveWithFile()
+	if err != nil || got == nil {
+		t.Fatal(m, got, err)
+	}
+	defer got.Close()
+	text := make([]byte, 7)
+	if _, err := got.ReadAt(text, 0); err != nil || string(text) != "content" || m.(*Welcome).Node != "n" {
+		t.Errorf("%q, %v, %+v", text, err, m)
+	}
+	if flags, err := unix.FcntlInt(got.Fd(), unix.F_GETFD, 0); err != nil || flags&unix.FD_CLOEXEC == 0 {
+		t.Errorf("the descriptor would be inherited by children (flags %#x, %v)", flags, err)
+	}
+	if m, err := b.Receive(); err != nil {
+		t.Fatal(m, err)
+	}
+}
+
+func TestAFirstFrameWithoutAFileHasNone(t *testing.T) {
+	a, b := newPair(t, roomy)
+	if err := a.Send(&Refused{Code: CodeDenied}, MaxReplyFrame); err != nil {
+		t.Fatal(err)
+	}
+	m, f, err := b.ReceiveWithFile()
+	if err != nil || f != nil || m.(*Refused).Code != CodeDenied {
+		t.Errorf("%+v, %v, %v", m, f, err)
+	}
+}
+
+func TestThePeerOfASocketIsKnownAndWatched(t *testing.T) {
+	sa, _ := socketPair(t)
+	p, err := PeerOf(sa, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if p.PID != os.Getpid() || p.UID != os.Getuid() || p.Process == nil {
+		t.Fatalf("%+v", p)
+	}
+	waited := make(chan error, 1)
+	go func() { waited <- WaitExit(p.Process) }()
+	if err := p.Process.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-waited; err == nil {
+		t.Error("a live process was taken for dead")
+	}
+}
