@@ -1,0 +1,255 @@
+package ec
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/tensorferry/tensorferry/region"
+)
+
+// countingPolicy counts the steps taken in search of victims.
+type countingPolicy struct {
+	*fifo
+	steps int
+}
+
+func (p *countingPolicy) next() *entry { p.steps++; return p.fifo.next() }
+
+// checkerboard fills a pool with entries of one block and pins every second.
+func checkerboard(t testing.TB, c *Cache) (pins []*Pin) {
+	for i := range c.blocks {
+		put(t, c, fmt.Sprint(i), 1)
+		if i%2 == 0 {
+			pins = append(pins, pin(t, c, fmt.Sprint(i)))
+		}
+	}
+	return pins
+}
+
+func TestFullPoolCostsNoWork(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const blocks = 64
+		c := newTestCache(t, blocks, blocks, CacheOptions{})
+		pins := checkerboard(t, c)
+		work := &countingPolicy{fifo: c.evict.(*fifo)}
+		c.evict = work
+		defer func() { c.evict = work.fifo }() // check looks into it
+		refused := func(n int) int {
+			work.steps = 0
+			if _, err := c.Reserve("new", spec(n), 1); !errors.Is(err, ErrFull) {
+				t.Fatalf("%d blocks: %v", n, err)
+			}
+			return work.steps
+		}
+		// 32 blocks may go, but no two lie side by side: the first to ask finds out, the others are told.
+		if n := refused(region.MaxExtents + 1); n == 0 {
+			t.Error("nobody looked")
+		}
+		for _, n := range []int{region.MaxExtents + 1, blocks / 2, blocks/2 + 1, blocks} {
+			if steps := refused(n); steps != 0 {
+				t.Errorf("%d blocks: %d steps to say no again", n, steps)
+			}
+		}
+		// Whoever waits for a change sleeps: a bubble whose goroutines all sleep uses no processor.
+		got := make(chan error)
+		go func() {
+			changed := c.Watch("0")
+			<-changed
+			_, err := c.Reserve("new", spec(region.MaxExtents+1), 1)
+			got <- err
+		}()
+		synctest.Wait()
+		for _, p := range pins { // what was known no longer holds
+			p.Release()
+		}
+		if err := c.Remove("0"); err != nil {
+			t.Fatal(err)
+		}
+		if err := <-got; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func TestEntryLiesInPiecesOnlyBetweenPins(t *testing.T) {
+	c := newTestCache(t, 32, 32, CacheOptions{})
+	checkerboard(t, c)
+	i := put(t, c, "new", 5)
+	if len(i.Extents) != 5 || !slices.IsSortedFunc(i.Extents, func(a, b region.Extent) int { return int(a.Start) - int(b.Start) }) {
+		t.Errorf("%v", i.Extents)
+	}
+	s := c.Stats()
+	if s.Fragmented != 1 || s.Evictions != 5 {
+		t.Errorf("%+v", s)
+	}
+	p := pin(t, c, "new")
+	defer p.Release()
+	total := 0
+	for _, b := range p.Buffers() {
+		total += len(b)
+	}
+	if total != 5*testBlock {
+		t.Errorf("%d bytes in %d buffers", total, len(p.Buffers()))
+	}
+}
+
+func TestFragmentedPoolThatCannotHoldItEvictsNothing(t *testing.T) {
+	c := newTestCache(t, 32, 32, CacheOptions{})
+	checkerboard(t, c)
+	before := freeze(t, c)
+	for _, n := range []int{region.MaxExtents + 1, region.MaxExtents + 2} {
+		_, err := c.Reserve("new", spec(n), 1)
+		if !errors.Is(err, ErrFull) || !strings.Contains(err.Error(), "more than 8 pieces") {
+			t.Errorf("%v", err)
+		}
+	}
+	if d := cmp.Diff(before, freeze(t, c)); d != "" {
+		t.Error(d)
+	}
+	if i := put(t, c, "new", region.MaxExtents); len(i.Extents) != region.MaxExtents {
+		t.Errorf("%v", i.Extents)
+	}
+}
+
+func TestNeighboursOfTheOldestGoWithIt(t *testing.T) {
+	c := newTestCache(t, 8, 8, CacheOptions{})
+	for i := range 8 {
+		put(t, c, fmt.Sprint(i), 1)
+	}
+	if err := c.Remove("6"); err != nil {
+		t.Fatal(err)
+	}
+	if i := put(t, c, "new", 3); len(i.Extents) != 1 || i.Extents[0] != (region.Extent{Start: 0, Count: 3}) {
+		t.Errorf("%v", i.Extents)
+	}
+	if got := keys(c); !slices.Equal(got, []string{"3", "4", "5", "7", "new"}) {
+		t.Errorf("%v", got)
+	}
+}
+
+func TestSmallEntryDoesNotEvictALargeOneToBeWhole(t *testing.T) {
+	c := newTestCache(t, 42, 42, CacheOptions{})
+	for _, k := range []string{"a", "b", "c"} {
+		put(t, c, k, 1)
+		put(t, c, "large "+k, 12)
+	}
+	put(t, c, "d", 3)
+	defer pin(t, c, "d").Release()
+	for _, k := range []string{"a", "b", "c"} {
+		if err := c.Remove(k); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if i := put(t, c, "new", 2); len(i.Extents) != 2 {
+		t.Errorf("%v, left %v", i.Extents, keys(c))
+	}
+	if s := c.Stats(); s.Evictions != 0 {
+		t.Errorf("%+v", s)
+	}
+}
+
+// scattered is what the peers do: blocks anywhere, the oldest unpinned entry out until there are enough.
+type scattered struct {
+	free  int
+	order []int // keys by age
+	size  []int
+	in    []bool
+	pins  []int
+}
+
+func (s *scattered) get(k int) (hit bool) {
+	if s.in[k] {
+		return true
+	}
+	for i := 0; s.free < s.size[k]; {
+		v := s.order[i]
+		if s.pins[v] > 0 {
+			i++
+			continue
+		}
+		s.order = slices.Delete(s.order, i, i+1)
+		s.in[v] = false
+		s.free += s.size[v]
+	}
+	s.in[k] = true
+	s.free -= s.size[k]
+	s.order = append(s.order, k)
+	return false
+}
+
+// TestEntriesStayWholeInAFullPool runs Zipf traces with sizes over two orders of magnitude and a tenth of the entries pinned at
+// any time, through the cache and through the peers' way, and compares.
+func TestEntriesStayWholeInAFullPool(t *testing.T) {
+	for _, trace := range []struct {
+		blocks, keys, largest int
+		skew                  float64
+	}{
+		{8192, 400, 256, 1.1},
+		{8192, 2000, 64, 1.05},
+		{16384, 800, 512, 1.2},
+	} {
+		t.Run(fmt.Sprint(trace), func(t *testing.T) {
+			const requests, seeds = 8_000, 4
+			hits, peersHits := 0, 0
+			var commits, fragmented uint64
+			for seed := range uint64(seeds) {
+				rng := rand.New(rand.NewPCG(seed, 0))
+				zipf := rand.NewZipf(rng, trace.skew, 1, uint64(trace.keys-1))
+				size := make([]int, trace.keys)
+				for i := range size { // log-normal, as the sizes of images
+					size[i] = min(trace.largest, max(1, int(math.Exp(rng.NormFloat64()*0.9)*float64(trace.largest)/6)))
+				}
+				c := newTestCache(t, trace.blocks, trace.blocks, CacheOptions{})
+				peer := &scattered{free: trace.blocks, size: size, in: make([]bool, trace.keys), pins: make([]int, trace.keys)}
+				type use struct {
+					pin *Pin
+					key int
+				}
+				var uses []use
+				for range requests {
+					k := int(zipf.Uint64())
+					key := fmt.Sprint(k)
+					p, err := c.Pin(key)
+					if err == nil {
+						hits++
+					} else {
+						put(t, c, key, size[k])
+						p = pin(t, c, key)
+					}
+					if peer.get(k) {
+						peersHits++
+					}
+					peer.pins[k]++
+					uses = append(uses, use{p, k})
+					for len(uses) > c.Stats().Entries/10 {
+						i := rng.IntN(len(uses))
+						uses[i].pin.Release()
+						peer.pins[uses[i].key]--
+						uses = slices.Delete(uses, i, i+1)
+					}
+				}
+				s := c.Stats()
+				commits, fragmented = commits+s.Commits, fragmented+s.Fragmented
+				if s.FreeBlocks > trace.blocks/10 {
+					t.Errorf("%d of %d blocks lie idle", s.FreeBlocks, trace.blocks)
+				}
+			}
+			whole := 1 - float64(fragmented)/float64(commits)
+			rate, peersRate := float64(hits)/(requests*seeds), float64(peersHits)/(requests*seeds)
+			t.Logf("%.2f%% whole; hit rate %.2f%%, scattered %.2f%%", 100*whole, 100*rate, 100*peersRate)
+			if whole < 0.95 {
+				t.Errorf("%.2f%% of the entries are whole", 100*whole)
+			}
+			if rate < peersRate-0.01 {
+				t.Errorf("hit rate %.2f%%, scattered %.2f%%", 100*rate, 100*peersRate)
+			}
+		})
+	}
+}
