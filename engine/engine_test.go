@@ -215,13 +215,20 @@ func TestManyRequestsForOneImageEncodeItOnce(t *testing.T) {
 	}
 }
 
+// reserved is "k", an image of 4 rows, being filled by another engine.
+func reserved(t *testing.T, p *fakePool) Reservation {
+	t.Helper()
+	r, err := p.Reserve(t.Context(), ReserveItem{"k", ec.Spec{Dtype: Dtype, Shape: []int64{4, testWidth}, Bytes: 4 * 2 * testWidth}})
+	if err != nil || r[0].Err != nil {
+		t.Fatal(err, r[0].Err)
+	}
+	return r[0].Reservation
+}
+
 func TestEncodeOfAnotherEngineIsWaitedFor(t *testing.T) {
 	p := newFakePool(testWidth)
 	img := pngBytes(t, picture(56, 56, 1))
-	res, err := p.Reserve(t.Context(), "k", ec.Spec{Dtype: Dtype, Shape: []int64{4, testWidth}, Bytes: 4 * 2 * testWidth})
-	if err != nil {
-		t.Fatal(err)
-	}
+	res := reserved(t, p)
 	r := rigOn(t, p, Config{})
 	got := make(chan answer, 1)
 	go func() { got <- r.post(chat("", imageURL(img, "k"))) }()
@@ -232,20 +239,48 @@ func TestEncodeOfAnotherEngineIsWaitedFor(t *testing.T) {
 	if err := r.eng.encoder.embed(decoded(t, img), res.Buffers()); err != nil {
 		t.Fatal(err)
 	}
-	if err := res.Commit(t.Context()); err != nil {
+	m, err := p.Commit(t.Context(), res)
+	if err != nil {
 		t.Fatal(err)
 	}
+	m[0].Mapped.Release()
 	if a := <-got; a.Status != 200 || a.Ferry.Items[0].Source != SourcePool {
 		t.Errorf("%s", a.Raw)
 	}
 }
 
-func TestEngineTakesOverWhenTheOtherEngineDies(t *testing.T) {
+func TestStepCallsTheNodeAFewTimesHoweverManyRequestsItHas(t *testing.T) {
 	p := newFakePool(testWidth)
-	res, err := p.Reserve(t.Context(), "k", ec.Spec{Dtype: Dtype, Shape: []int64{4, testWidth}, Bytes: 4 * 2 * testWidth})
+	e, err := prepare(t.Context(), Config{Role: Both, Dial: p.dial})
 	if err != nil {
 		t.Fatal(err)
 	}
+	defer e.Close()
+	var batch []*request
+	for i := range 10 {
+		_, r, perr := e.parse(t.Context(), []byte(chat("", imageURL(pngBytes(t, picture(56, 56, i)), ""), imageURL(pngBytes(t, picture(56, 84, i)), ""))))
+		if perr != nil {
+			t.Fatal(perr)
+		}
+		batch = append(batch, r)
+	}
+	e.step(mail{arrived: batch})
+	for _, r := range batch {
+		<-r.done
+		if r.err != nil || r.params.Len() != 2 {
+			t.Fatal(r.err, r.params)
+		}
+	}
+	for _, call := range []string{"map", "reserve", "commit", "announce"} {
+		if n := p.count(call); n != 1 {
+			t.Errorf("%d calls of %s, want 1", n, call)
+		}
+	}
+}
+
+func TestEngineTakesOverWhenTheOtherEngineDies(t *testing.T) {
+	p := newFakePool(testWidth)
+	res := reserved(t, p)
 	r := rigOn(t, p, Config{})
 	got := make(chan answer, 1)
 	go func() { got <- r.post(chat("", imageURL(pngBytes(t, picture(56, 56, 1)), "k"))) }()

@@ -62,30 +62,24 @@ func (p *fakePool) Pool() client.Pool     { return p.info }
 func (p *fakePool) Done() <-chan struct{} { return p.lost }
 func (p *fakePool) Close() error          { return nil }
 
-func (p *fakePool) Lookup(_ context.Context, keys ...string) ([]ec.Info, error) {
-	defer p.lock("lookup")()
-	infos := make([]ec.Info, len(keys))
-	for i, k := range keys {
-		infos[i].Key = k
-		if e := p.entries[k]; e != nil {
-			infos[i].State = ec.Filling
-			if e.ready {
-				infos[i].State = ec.Ready
-			}
-		}
-	}
-	return infos, nil
-}
-
 type fakeReservation struct {
 	p   *fakePool
 	key string
 	e   *fakeEntry
 }
 
-// Reserve gives two extents, so that an encoder that takes its room for one slice is found out.
-func (p *fakePool) Reserve(_ context.Context, key string, s ec.Spec) (Reservation, error) {
+func (p *fakePool) Reserve(_ context.Context, items ...ReserveItem) ([]ReserveResult, error) {
 	defer p.lock("reserve")()
+	results := make([]ReserveResult, len(items))
+	for i, it := range items {
+		r, err := p.reserve(it.Key, it.Spec)
+		results[i] = ReserveResult{r, err}
+	}
+	return results, nil
+}
+
+// reserve gives two extents, so that an encoder that takes its room for one slice is found out.
+func (p *fakePool) reserve(key string, s ec.Spec) (Reservation, error) {
 	switch e := p.entries[key]; {
 	case e != nil && (!slices.Equal(e.spec.Shape, s.Shape) || e.spec.Dtype != s.Dtype):
 		return nil, ec.ErrConflict
@@ -102,13 +96,20 @@ func (p *fakePool) Reserve(_ context.Context, key string, s ec.Spec) (Reservatio
 	return &fakeReservation{p, key, e}, nil
 }
 
+func (r *fakeReservation) Key() string       { return r.key }
 func (r *fakeReservation) Buffers() [][]byte { return r.e.bufs }
 
-func (r *fakeReservation) Commit(context.Context) error {
-	defer r.p.lock("commit")()
-	r.e.ready = true
-	r.p.change()
-	return nil
+func (p *fakePool) Commit(_ context.Context, filled ...Reservation) ([]MapResult, error) {
+	defer p.lock("commit")()
+	results := make([]MapResult, len(filled))
+	for i, f := range filled {
+		r := f.(*fakeReservation)
+		r.e.ready = true
+		r.e.pins++
+		results[i].Mapped = &fakeMapped{p, r.e}
+	}
+	p.change()
+	return results, nil
 }
 
 func (r *fakeReservation) Discard(context.Context) error {
@@ -143,17 +144,21 @@ type fakeMapped struct {
 	e *fakeEntry
 }
 
-func (p *fakePool) Map(_ context.Context, key string) (Mapped, error) {
+func (p *fakePool) Map(_ context.Context, keys ...string) ([]MapResult, error) {
 	defer p.lock("map")()
-	e := p.entries[key]
-	if e == nil {
-		return nil, ec.ErrMissing
+	results := make([]MapResult, len(keys))
+	for i, key := range keys {
+		switch e := p.entries[key]; {
+		case e == nil:
+			results[i].Err = ec.ErrMissing
+		case !e.ready:
+			results[i].Err = ec.ErrNotReady
+		default:
+			e.pins++
+			results[i].Mapped = &fakeMapped{p, e}
+		}
 	}
-	if !e.ready {
-		return nil, ec.ErrNotReady
-	}
-	e.pins++
-	return &fakeMapped{p, e}, nil
+	return results, nil
 }
 
 func (m *fakeMapped) Spec() ec.Spec     { return m.e.spec }

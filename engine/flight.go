@@ -65,9 +65,7 @@ func (e *Engine) depart(key string, items []*item, f *flight) {
 func (e *Engine) wait(key string, items []*item) {
 	for _, it := range items {
 		if it.attempts++; it.attempts == maxAttempts {
-			for _, it := range items {
-				it.fail(unavailable("node: %s was being filled, and then was not there, %d times", key, maxAttempts))
-			}
+			failAll(items, unavailable("node: %s was being filled, and then was not there, %d times", key, maxAttempts))
 			return
 		}
 	}
@@ -136,7 +134,7 @@ func (e *Engine) land(l landing) {
 		it.state = wanted
 		switch {
 		case l.result != nil && l.result.Outcome == ec.FetchReady:
-			if l.result.Plane != "local" {
+			if l.result.Plane != ec.PlaneLocal {
 				it.out.Source, it.out.Plane, it.out.MS = SourcePulled, l.result.Plane, millis(l.result.Elapsed)
 			}
 		case l.result != nil:

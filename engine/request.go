@@ -48,7 +48,7 @@ type item struct {
 type itemState uint8
 
 const (
-	wanted  itemState = iota // to be looked up in the next step
+	wanted  itemState = iota // to be mapped in the next step
 	waiting                  // for a flight
 	found                    // ready in the pool
 	served                   // out is filled in
