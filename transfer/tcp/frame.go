@@ -118,7 +118,9 @@ func readBody(r io.Reader, buf []byte, n int64, limit int) ([]byte, error) {
 		} else {
 			buf = buf[:at+m]
 		}
-		if _, err := io.ReadFull(r, buf[at:]); err != nil {
+		if _, err := io.ReadFull(r, buf[at:]); errors.Is(err, io.EOF) {
+			return nil, io.ErrUnexpectedEOF
+		} else if err != nil {
 			return nil, err
 		}
 	}

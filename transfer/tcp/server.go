@@ -96,9 +96,6 @@ func (s *serverConn) serve() error {
 		return err
 	}
 	if err := s.greet(); err != nil {
-		if errors.Is(err, errVersion) {
-			_ = s.say(kindWelcome, statusBadRequest, fmt.Sprintf("this is version %d", protocolVersion))
-		}
 		return err
 	}
 	for {
@@ -125,27 +122,19 @@ func (s *serverConn) serve() error {
 	}
 }
 
-// greet takes the hello, which must come at once.
+// greet takes the hello, which must come at once, and answers it.
 func (s *serverConn) greet() error {
 	if err := s.tcp.SetDeadline(time.Now().Add(s.plane.opts.DialTimeout)); err != nil {
 		return err
 	}
-	h, err := readHeader(s.in)
-	if errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, os.ErrDeadlineExceeded) {
+	id, err := s.hello()
+	switch {
+	case errors.Is(err, errVersion):
+		_ = s.say(kindWelcome, statusBadRequest, fmt.Sprintf("this is version %d", protocolVersion))
+		return err
+	case errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, os.ErrDeadlineExceeded):
 		return fmt.Errorf("%w: no hello: %w", errGarbage, err)
-	}
-	if err != nil {
-		return err
-	}
-	if h.kind != kindHello {
-		return errGarbage
-	}
-	b, err := readBody(s.in, nil, h.length, helloBytes)
-	if err != nil {
-		return err
-	}
-	id, err := parseHello(b)
-	if err != nil {
+	case err != nil:
 		return err
 	}
 	r := s.plane.registration(id)
@@ -155,6 +144,21 @@ func (s *serverConn) greet() error {
 	}
 	s.reg = r
 	return s.say(kindWelcome, statusOK, "")
+}
+
+func (s *serverConn) hello() (id endpointID, err error) {
+	h, err := readHeader(s.in)
+	if err != nil {
+		return id, err
+	}
+	if h.kind != kindHello {
+		return id, fmt.Errorf("%w: kind %d before hello", errGarbage, h.kind)
+	}
+	b, err := readBody(s.in, nil, h.length, helloBytes)
+	if err != nil {
+		return id, err
+	}
+	return parseHello(b)
 }
 
 func (s *serverConn) answer(k kind) error {
