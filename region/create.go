@@ -77,12 +77,20 @@ func build(ctx context.Context, dir *os.File, name string, o Options, k kernel) 
 		return nil, err
 	}
 	size := o.Geometry.fileBytes()
+	fail := func(err error) error {
+		err = spaceFrom(err, dir, path, size)
+		var s *SpaceError
+		if old.owner != 0 && errors.As(err, &s) {
+			s.Fix += fmt.Sprintf("; the file of pid %d, which is dead, was removed just now, but engines that still map it keep its memory", old.owner)
+		}
+		return err
+	}
 	if err := checkSpace(dir, path, size); err != nil {
-		return nil, err
+		return nil, fail(err)
 	}
 	f, temp, err := newFile(dir, name, path, k)
 	if err != nil {
-		return nil, spaceFrom(err, dir, path, size)
+		return nil, fail(err)
 	}
 	r := &Region{path: path, dir: o.Dir, name: name, file: f, replaced: old.owner, header: header{
 		geometry: o.Geometry, identity: o.Identity, bootID: bootID(), created: time.Now().UnixNano(), creator: os.Getpid(),
@@ -96,11 +104,12 @@ func build(ctx context.Context, dir *os.File, name string, o Options, k kernel) 
 		err = errors.Join(err, unix.Unlinkat(int(dir.Fd()), temp, 0))
 	}
 	if err != nil {
+		unlinkIfSame(dir, name, f) // if it failed after the name was given
 		if r.mem != nil {
 			unix.Munmap(r.mem)
 		}
 		f.Close()
-		return nil, spaceFrom(fmt.Errorf("region: creating %s: %w", path, err), dir, path, size)
+		return nil, fail(fmt.Errorf("region: creating %s: %w", path, err))
 	}
 	return r, nil
 }

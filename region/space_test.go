@@ -165,6 +165,21 @@ func TestLeakedRegionOfADeadOwnerDoesNotPreventTheRestart(t *testing.T) {
 	mustCreate(t, o)
 }
 
+func TestMemoryThatEnginesKeepOfAReapedRegionIsNamedInTheSpaceError(t *testing.T) {
+	if !inPrivateMounts(t) {
+		return
+	}
+	size := smallOptions("").Geometry.fileBytes()
+	o := smallOptions(mountTmpfs(t, fmt.Sprintf("size=%d", size)))
+	c := startChild(t, "hold", nil, o.Dir)
+	m := must(Open(c.hear()))
+	c.kill()
+	_, err := Create(t.Context(), o)
+	wantSpace(t, err, o.Dir, size, fmt.Sprintf("pid %d", c.cmd.Process.Pid), "still map it")
+	m.Close()
+	mustCreate(t, o)
+}
+
 // Two creators and room for one: had both reserved at the same time, both could fail.
 func TestRacingCreatorsDoNotTakeTheSpaceFromEachOther(t *testing.T) {
 	if !inPrivateMounts(t) {
