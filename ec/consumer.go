@@ -221,13 +221,13 @@ func newConsumer(o ConsumerOptions, dial dialFunc) (*Consumer, error) {
 // own if that one fails. a is not changed and not kept.
 func (c *Consumer) Fetch(ctx context.Context, key string, a *Announcement, owner uint64) Result {
 	start := time.Now()
-	r := c.fetch(ctx, key, a, owner)
+	r := c.fetch(ctx, key, a, owner, start.Add(c.t.Item))
 	r.Key, r.Elapsed = key, time.Since(start)
 	c.stats.outcomes[r.Outcome].Add(1)
 	return r
 }
 
-func (c *Consumer) fetch(ctx context.Context, key string, a *Announcement, owner uint64) Result {
+func (c *Consumer) fetch(ctx context.Context, key string, a *Announcement, owner uint64, budget time.Time) Result {
 	if err := ctx.Err(); err != nil {
 		return canceled(err)
 	}
@@ -259,7 +259,8 @@ func (c *Consumer) fetch(ctx context.Context, key string, a *Announcement, owner
 			c.leave(f)
 			return canceled(ctx.Err())
 		}
-		if joined && f.result.Outcome != FetchReady && f.result.Outcome != FetchCanceled && f.want.addr != w.addr {
+		failed := f.result.Outcome != FetchReady && f.result.Outcome != FetchCanceled
+		if joined && failed && f.want.addr != w.addr && time.Now().Before(budget) {
 			continue // that address failed; this caller knows another
 		}
 		return f.result
@@ -283,7 +284,7 @@ func outcomeOf(err error) Outcome {
 		return FetchTimedOut
 	case errors.Is(err, ErrConflict):
 		return FetchConflict
-	case errors.Is(err, ErrClosed), errors.Is(err, context.Canceled):
+	case errors.Is(err, ErrClosed):
 		return FetchCanceled
 	}
 	return FetchFailed

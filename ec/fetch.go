@@ -41,20 +41,21 @@ type flight struct {
 	done    chan struct{}     // closed when result is set
 	result  Result
 
-	state state
-	res   *Reservation
-	peer  *peer
-	timer *time.Timer // of the state
-	slow  *time.Timer
-	local <-chan struct{} // queued: the filler's end
-	moved <-chan struct{} // connecting, asking: the connection's next change
-	route route           // opening to verifying
-	link  *planeLink      // opening to verifying
-	read  transfer.Read   // reading, verifying
+	state   state
+	res     *Reservation
+	peer    *peer
+	timer   *time.Timer // of the state
+	slow    *time.Timer
+	renewal *time.Timer     // reading: of the grant's lease
+	local   <-chan struct{} // queued: the filler's end
+	moved   <-chan struct{} // connecting, asking: the connection's next change
+	route   route           // opening to verifying
+	link    *planeLink      // opening to verifying
+	read    transfer.Read   // reading, verifying
 
-	try, firstTry uint64    // of the last request, and of the first whose ack may be acted on
-	ack           *wire.Ack // that came with evGranted
-	granted       *granted
+	try, firstTry uint64          // of the last request, and of the first whose ack may be acted on
+	offer         *granted        // that came with evGranted
+	granted       *granted        // the one acted on
 	failed        map[string]int  // failures by plane
 	beyond        map[string]bool // planes that cannot reach the peer
 	verifies      int             // sent for this READ
@@ -81,6 +82,7 @@ func newFlight(c *Consumer, w wanted, owner uint64) *flight {
 		done:    make(chan struct{}),
 		timer:   newStoppedTimer(),
 		slow:    time.NewTimer(slowAfter),
+		renewal: newStoppedTimer(),
 		failed:  map[string]int{},
 		beyond:  map[string]bool{},
 	}
@@ -101,6 +103,7 @@ func (f *flight) run() {
 	defer budget.Stop()
 	defer f.slow.Stop()
 	defer f.timer.Stop()
+	defer f.renewal.Stop()
 
 	ev := f.enter(queued)
 	for {
@@ -112,6 +115,9 @@ func (f *flight) run() {
 			f.ignore(ev)
 			ev = evNone
 			continue
+		}
+		if ev == evGranted {
+			f.granted = f.offer
 		}
 		if m.letGo {
 			f.letGo()
@@ -128,6 +134,7 @@ func (f *flight) run() {
 func (f *flight) enter(s state) event {
 	f.state = s
 	f.timer.Stop()
+	f.renewal.Stop()
 	f.local, f.moved = nil, nil
 	switch s {
 	case queued:
@@ -178,6 +185,9 @@ func (f *flight) wait() event {
 			return f.readEnded()
 		case <-f.timer.C:
 			return f.timedOut()
+		case <-f.renewal.C:
+			_ = f.request() // if it cannot be sent, the next may
+			f.renewal.Reset(f.granted.lease / 3)
 		case <-f.slow.C:
 			f.c.log.warn("slow", f.want.addr, "a fetch is slow", "waits_for", f.state.String(), "key", f.want.key,
 				"since", time.Since(f.start).Round(time.Millisecond), "requests", f.asked, "not_ready", f.pauses, "last_error", f.err)
@@ -262,9 +272,21 @@ func (f *flight) ask() event {
 		return evDown
 	}
 	f.moved = moved
+	err := f.request()
+	if err != nil {
+		f.err = fmt.Errorf("%w: request to %s: %w", ErrPeer, f.want.addr, err)
+		return evNotSent
+	}
+	f.timer.Reset(f.c.ackWait(f.want.addr))
+	return evNone
+}
+
+// request asks for the entry, or renews the grant.
+func (f *flight) request() error {
 	f.try = f.peer.nextTry()
 	f.asked++
-	err := f.peer.send(wire.AppendRequest(nil, &wire.Request{
+	f.c.stats.requests.Add(1)
+	return f.peer.send(wire.AppendRequest(nil, &wire.Request{
 		Key:        f.want.key,
 		CompatHash: f.c.hash,
 		Session:    f.peer.session,
@@ -274,13 +296,6 @@ func (f *flight) ask() event {
 			Compat: f.c.o.Compat, Try: f.try,
 		},
 	}, f.c.o.Generation))
-	if err != nil {
-		f.err = fmt.Errorf("%w: request to %s: %w", ErrPeer, f.want.addr, err)
-		return evNotSent
-	}
-	f.c.stats.requests.Add(1)
-	f.timer.Reset(f.c.ackWait(f.want.addr))
-	return evNone
 }
 
 // pause is the wait before asking again: doubling, with jitter, so that many keys do not ask in step.
@@ -309,10 +324,10 @@ func (f *flight) receive(m wire.Message) event {
 	return evNone
 }
 
-// ignore is what happens to an event that means nothing in this state.
+// ignore is what happens to an event that means nothing in this state. An ack that repeats the grant acted on is no news.
 func (f *flight) ignore(ev event) {
-	if ev == evGranted && (f.granted == nil || f.ack.Ferry == nil || f.ack.Ferry.Grant != f.granted.grant) {
-		f.peer.letGo(f.ack)
+	if ev == evGranted && (f.granted == nil || f.granted.grant != f.offer.grant) {
+		f.peer.letGo(f.offer.ack)
 	}
 }
 

@@ -3,6 +3,7 @@ package ec
 import (
 	"fmt"
 	"math"
+	"time"
 
 	"github.com/tensorferry/tensorferry/ec/wire"
 	"github.com/tensorferry/tensorferry/region"
@@ -10,12 +11,17 @@ import (
 
 // granted is an OK ack that was found good.
 type granted struct {
+	ack    *wire.Ack
 	own    bool
-	grant  string // own
-	gen    uint64 // own
+	grant  string        // own
+	gen    uint64        // own
+	lease  time.Duration // own; 0: the producer did not say
 	remote []region.Span
 	sum    *uint64 // own: the producer's checksum
 }
+
+// maxLease bounds what an ack's lease is taken for.
+const maxLease = time.Hour
 
 // judge looks at an ack and says what it means for this flight.
 func (f *flight) judge(a *wire.Ack) event {
@@ -36,20 +42,16 @@ func (f *flight) judge(a *wire.Ack) event {
 			return evRefused
 		}
 	}
-	f.ack = a
 	if a.Status == wire.OK {
-		if f.state != asking && f.state != pausing {
-			return evGranted
-		}
 		g, err := f.c.checkAck(f.want, a, own)
 		if err != nil {
 			f.c.stats.badAcks.Add(1)
-			f.c.log.warn("bad ack", f.want.addr, "an ack makes no sense, its key fails", "key", f.want.key, "err", err)
+			f.c.log.warn("bad ack", f.want.addr, "an ack makes no sense", "key", f.want.key, "err", err)
 			f.err = err
 			f.peer.letGo(a)
 			return evRefused
 		}
-		f.granted = g
+		f.offer = g
 		return evGranted
 	}
 	if f.state != asking {
@@ -84,7 +86,7 @@ func (c *Consumer) checkAck(w wanted, a *wire.Ack, own bool) (*granted, error) {
 		if len(a.AgentMetadata) == 0 {
 			return bad("no agent metadata")
 		}
-		return &granted{remote: spansOf(runs(a.Blocks), c.o.Compat.BlockBytes, w.spec.Bytes)}, nil
+		return &granted{ack: a, remote: spansOf(runs(a.Blocks), c.o.Compat.BlockBytes, w.spec.Bytes)}, nil
 	}
 
 	x := a.Ferry
@@ -96,6 +98,7 @@ func (c *Consumer) checkAck(w wanted, a *wire.Ack, own bool) (*granted, error) {
 	case len(x.Planes) == 0:
 		return bad("no data plane")
 	}
+	lease := time.Duration(min(max(x.LeaseMS, 0), maxLease.Milliseconds())) * time.Millisecond
 	var blocks, next int64
 	extents := make([]region.Extent, 0, len(x.Extents))
 	for i, e := range x.Extents {
@@ -110,7 +113,7 @@ func (c *Consumer) checkAck(w wanted, a *wire.Ack, own bool) (*granted, error) {
 	if blocks != w.blocks {
 		return bad("extents of %d blocks for %d", blocks, w.blocks)
 	}
-	return &granted{own: true, grant: x.Grant, gen: x.Gen, remote: spansOf(extents, c.o.Compat.BlockBytes, w.spec.Bytes), sum: x.Sum}, nil
+	return &granted{ack: a, own: true, grant: x.Grant, gen: x.Gen, lease: lease, remote: spansOf(extents, c.o.Compat.BlockBytes, w.spec.Bytes), sum: x.Sum}, nil
 }
 
 // runs joins consecutive block numbers, in the order given.

@@ -29,7 +29,7 @@ func (f *flight) routes() []route {
 			continue
 		}
 		if f.granted.own {
-			for _, o := range f.ack.Ferry.Planes {
+			for _, o := range f.granted.ack.Ferry.Planes {
 				if o.Name == plane.Name() {
 					rs = append(rs, route{plane, o.Metadata, o.Token, func(ctx context.Context) (transfer.Peer, error) {
 						return plane.AddPeer(ctx, o.Metadata)
@@ -40,7 +40,7 @@ func (f *flight) routes() []route {
 			continue
 		}
 		if pr, ok := plane.(PlainReader); ok {
-			a := f.ack
+			a := f.granted.ack
 			rs = append(rs, route{plane, a.AgentMetadata, nil, func(ctx context.Context) (transfer.Peer, error) {
 				return pr.AddPlainPeer(ctx, a.AgentMetadata, a.MemDescriptor)
 			}})
@@ -113,7 +113,12 @@ func (f *flight) post() event {
 	case err == nil:
 		f.read = rd
 		f.timer.Reset(f.c.t.Read)
+		if f.granted.lease > 0 {
+			f.renewal.Reset(f.granted.lease / 3) // a READ may be allowed more time than the lease has
+		}
 		return evNone
+	case f.ctx.Err() != nil:
+		return evReadFailed // not the plane's fault; the next state sees that the flight is over
 	case errors.Is(err, transfer.ErrUnreachable):
 		f.peer.retire(f.link)
 		return f.outOfReach(err)

@@ -7,6 +7,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/tensorferry/tensorferry/control"
 	"github.com/tensorferry/tensorferry/ec/wire"
 	"github.com/tensorferry/tensorferry/region"
 	"github.com/tensorferry/tensorferry/transfer"
@@ -236,10 +237,12 @@ func TestBytesReadUnderALapsedGrantAreNeverDelivered(t *testing.T) {
 				return in.Read(bg, r)
 			}
 			rd := newHeldRead()
-			go func() { // a plane without tokens, with a frozen reader
+			p.host.set(0, func(m wire.Message) bool { _, renewal := m.(*wire.Request); return !renewal })
+			go func() { // a plane without tokens, and a reader too slow to renew its grant
 				time.Sleep(6 * time.Second)
 				save(t, p.pcache, "cuckoo", 4)
 				copy(r.Local[0], p.pcache.pool)
+				p.host.set(0, nil)
 				rd.end(nil)
 			}()
 			return rd, nil
@@ -425,3 +428,105 @@ func TestAGrantThatComesTooLateIsGivenBackAtOnce(t *testing.T) {
 		}
 	})
 }
+
+// C70.
+func TestAReadLongerThanTheLeaseRenewsItsGrant(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, pairOptions{timeouts: Timeouts{GrantLease: 3 * time.Second}})
+		save(t, p.pcache, "img", 4)
+		p.plane.read = func(n int, in transfer.Peer, r transfer.ReadRequest) (transfer.Read, error) {
+			rd := newHeldRead()
+			go func() {
+				time.Sleep(15 * time.Second)
+				real, err := in.Read(bg, r)
+				if err == nil {
+					<-real.Done()
+					err = real.Err()
+				}
+				rd.end(err)
+			}()
+			return rd, nil
+		}
+		wantOutcome(t, p.consumer.Fetch(bg, "img", announced(4), 1), FetchReady)
+		wantBytes(t, p.ccache, "img")
+		if s := p.producer.Stats(); s.Granted != 1 || s.LeaseExpiries != 0 {
+			t.Errorf("%d grants, %d lapsed", s.Granted, s.LeaseExpiries)
+		}
+		synctest.Wait()
+		p.wantIdle()
+	})
+}
+
+func TestAFloodOfAcksReadsOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, pairOptions{})
+		save(t, p.pcache, "img", 4)
+		p.host.set(0, nil)
+		router := &flood{p.host}
+		p.producer.serve(router)
+		wantOutcome(t, p.consumer.Fetch(bg, "img", announced(4), 1), FetchReady)
+		wantBytes(t, p.ccache, "img")
+		if reads, _ := p.plane.counts(); reads != 1 {
+			t.Errorf("%d READs", reads)
+		}
+		synctest.Wait()
+		p.wantIdle()
+	})
+}
+
+// flood says everything a thousand times.
+type flood struct{ to messenger }
+
+func (f *flood) Send(id string, body []byte) error {
+	for range 1000 {
+		if err := f.to.Send(id, body); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func FuzzConsumerMessage(f *testing.F) {
+	f.Add(wire.AppendAck(nil, &wire.Ack{Key: "img", Status: wire.NackNotReady}))
+	f.Add(wire.AppendAck(nil, &wire.Ack{Key: "img", Blocks: []uint32{1, 2, 3, 4}, AgentMetadata: []byte("a")}))
+	f.Add(wire.AppendAck(nil, &wire.Ack{Key: "img", Ferry: &wire.FerryAck{
+		V: 1, Try: 1, Gen: 1, Grant: "g", Bytes: 4 * testBlock, Extents: [][2]uint32{{0, 4}}, Planes: []wire.PlaneOffer{{Name: transfertest.MemoryName}},
+	}}))
+	f.Add(wire.AppendVerified(nil, &wire.Verified{Key: "img", Grant: "g", Gen: 1, OK: true}))
+	f.Fuzz(func(t *testing.T, body []byte) {
+		synctest.Test(t, func(t *testing.T) {
+			p := newPair(t, pairOptions{timeouts: Timeouts{Item: time.Second}})
+			p.host.listen(silent{})
+			got := make(chan Result, 1)
+			go func() { got <- p.consumer.Fetch(bg, "img", announced(4), 1) }()
+			synctest.Wait()
+			p.consumer.mu.Lock()
+			peer := p.consumer.peers[p.host.addr]
+			p.consumer.mu.Unlock()
+			// As if it were of this session, which cannot be known beforehand.
+			if m, err := wire.DecodeAtConsumer(body); err == nil {
+				switch m := m.(type) {
+				case *wire.Ack:
+					if m.Session == "" && m.Status == wire.OK {
+						m.Session = peer.session
+					}
+					body = wire.AppendAck(nil, m)
+				case *wire.Verified:
+					m.Session = peer.session
+					body = wire.AppendVerified(nil, m)
+				}
+			}
+			peer.Message(body)
+			if r := <-got; r.Outcome == FetchReady {
+				t.Errorf("bytes from nowhere: %+v", r)
+			}
+			synctest.Wait()
+			p.wantIdle()
+		})
+	})
+}
+
+// silent answers nothing.
+type silent struct{}
+
+func (silent) Message(control.Source, []byte) {}

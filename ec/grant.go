@@ -26,7 +26,11 @@ const (
 )
 
 // grantKey names what a grant is for. Asking again under the same name renews the grant: one pin, however often it is asked.
-type grantKey struct{ session, key string }
+type grantKey struct {
+	pool         *servedPool
+	plain        bool
+	session, key string
+}
 
 // grant is the right of one session to READ one entry, which stays pinned until the grant ends: by Verify (own peers), by the
 // READ's notification (plain peers), or by its lease (own peers only).
@@ -34,15 +38,13 @@ type grantKey struct{ session, key string }
 // Plain peers re-check nothing and may READ at any time after an ack, so no clock frees what they were granted: their grant is
 // burned when its lease ends, which only counts it.
 type grant struct {
+	grantKey
 	id      string
-	key     grantKey
-	pool    *servedPool
 	pin     *Pin
 	info    Info
 	blocks  int
 	conn    string // routing id of the connection that asked last
 	source  string
-	plain   bool
 	burned  bool
 	offers  []wire.PlaneOffer
 	revoke  []transfer.Registration
@@ -83,7 +85,7 @@ func newGrantTable() grantTable {
 }
 
 func (t *grantTable) add(g *grant) {
-	t.byKey[g.key] = g
+	t.byKey[g.grantKey] = g
 	t.byID[g.id] = g
 	g.lease = t.leases.PushBack(g)
 	t.join(g)
@@ -92,7 +94,7 @@ func (t *grantTable) add(g *grant) {
 	u := g.pool.bySource[g.source]
 	g.pool.bySource[g.source] = usage{u.grants + 1, u.blocks + g.blocks}
 	if g.plain {
-		t.plainSession(g.key.session).grants++
+		t.plainSession(g.session).grants++
 	}
 }
 
@@ -118,7 +120,7 @@ func (t *grantTable) remove(g *grant) bool {
 		return false
 	}
 	g.over = true
-	delete(t.byKey, g.key)
+	delete(t.byKey, g.grantKey)
 	delete(t.byID, g.id)
 	if g.burned {
 		t.unburn(g)
@@ -134,7 +136,7 @@ func (t *grantTable) remove(g *grant) bool {
 		delete(g.pool.bySource, g.source)
 	}
 	if g.plain {
-		t.plainSession(g.key.session).grants--
+		t.plainSession(g.session).grants--
 	}
 	return true
 }
@@ -155,7 +157,7 @@ func (t *grantTable) burn(g *grant) {
 	t.burned.grants++
 	t.burned.blocks += g.blocks
 	// The peer may have dropped the ack that carried the descriptor.
-	s := t.plainSession(g.key.session)
+	s := t.plainSession(g.session)
 	s.descriptors, s.read = 0, false
 }
 
@@ -171,13 +173,13 @@ func (t *grantTable) join(g *grant) {
 		s = map[string]int{}
 		t.sessions[g.conn] = s
 	}
-	s[g.key.session]++
+	s[g.session]++
 }
 
 func (t *grantTable) leave(g *grant) {
 	s := t.sessions[g.conn]
-	if s[g.key.session]--; s[g.key.session] <= 0 {
-		delete(s, g.key.session)
+	if s[g.session]--; s[g.session] <= 0 {
+		delete(s, g.session)
 	}
 	if len(s) == 0 {
 		delete(t.sessions, g.conn)
@@ -217,7 +219,7 @@ func (t *grantTable) descriptorDue(session string, agent []byte) bool {
 
 // overLimit names the limit that one more grant would break, or "".
 func (p *Producer) overLimit(g *grant) string {
-	if s := p.grants.sessions[g.conn]; s[g.key.session] == 0 && len(s) >= maxSessions {
+	if s := p.grants.sessions[g.conn]; s[g.session] == 0 && len(s) >= maxSessions {
 		return fmt.Sprintf("%d sessions a connection", maxSessions)
 	}
 	over := func(u usage, share float64) bool {
@@ -248,7 +250,7 @@ func (p *Producer) end(g *grant, how ending) bool {
 		p.stats.LetGo++
 	}
 	if ok && how == endVerified && g.plain {
-		p.grants.plainSession(g.key.session).read = true
+		p.grants.plainSession(g.session).read = true
 		p.stats.Notified++
 	}
 	p.mu.Unlock()
@@ -258,12 +260,14 @@ func (p *Producer) end(g *grant, how ending) bool {
 	return ok
 }
 
-// arm sets the one timer to the next lease to end. Called with the lock held.
+// arm sets the one timer to the next lease to end, unless it is set: to that one, or to one that has been renewed or ended since,
+// in which case it is set anew when it fires. Called with the lock held.
 func (p *Producer) arm() {
 	first := p.grants.leases.Front()
-	if first == nil {
+	if first == nil || p.armed {
 		return
 	}
+	p.armed = true
 	d := time.Until(first.Value.(*grant).expires)
 	if p.timer == nil {
 		p.timer = time.AfterFunc(d, p.expire)
@@ -279,6 +283,7 @@ func (p *Producer) expire() {
 		p.mu.Unlock()
 		return
 	}
+	p.armed = false
 	now := time.Now()
 	var ended []*grant
 	for e := p.grants.leases.Front(); e != nil; e = p.grants.leases.Front() {

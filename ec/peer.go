@@ -196,24 +196,19 @@ func (p *peer) Message(body []byte) {
 		p.c.log.warn("foreign", p.addr, "an answer for another session was dropped", "key", key)
 		return
 	}
-	if !p.deliver(key, m) && ack != nil {
-		p.letGo(ack)
-	}
-}
-
-// deliver hands a message to the flight of its key, if there is one and it has room.
-func (p *peer) deliver(key string, m wire.Message) bool {
+	// Under one lock: a flight that comes from now on asks after an old grant was let go, not before.
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	f := p.flights[key]
-	if f == nil {
-		return false
+	if f := p.flights[key]; f != nil {
+		select {
+		case f.box <- m:
+		default: // more than was asked for
+			p.c.stats.lateAcks.Add(1)
+		}
+		return
 	}
-	select {
-	case f.box <- m:
-		return true
-	default:
-		return false
+	if ack != nil {
+		p.letGoLocked(ack)
 	}
 }
 
@@ -246,13 +241,21 @@ func (p *peer) unexpect(f *flight) {
 
 // letGo answers an ack that nobody waits for any more, so that the producer need not wait for the lease.
 func (p *peer) letGo(a *wire.Ack) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.letGoLocked(a)
+}
+
+func (p *peer) letGoLocked(a *wire.Ack) {
 	if a.Status != wire.OK {
 		return
 	}
 	p.c.stats.lateAcks.Add(1)
-	if a.Ferry != nil && a.Ferry.Grant != "" {
-		p.send(wire.AppendVerify(nil, &wire.Verify{Key: a.Key, Session: p.session, Grant: a.Ferry.Grant, Gen: a.Ferry.Gen, Failed: true}))
+	if a.Ferry == nil || a.Ferry.Grant == "" || p.conn == nil {
+		return
 	}
+	// If it cannot be sent, the lease ends the grant.
+	p.conn.Send(wire.AppendVerify(nil, &wire.Verify{Key: a.Key, Session: p.session, Grant: a.Ferry.Grant, Gen: a.Ferry.Gen, Failed: true}))
 }
 
 // nextTry numbers a request.

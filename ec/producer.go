@@ -88,6 +88,7 @@ type Producer struct {
 	router messenger
 	grants grantTable
 	timer  *time.Timer // next lease to end
+	armed  bool
 	stats  ProducerStats
 	closed bool
 
@@ -133,7 +134,7 @@ func (p *Producer) register(ctx context.Context, sp ServedPool) error {
 	p.pools[hash] = pool
 	p.order = append(p.order, pool)
 	for _, plane := range sp.Planes {
-		reg, err := plane.Register(ctx, sp.Memory, p.notified)
+		reg, err := plane.Register(ctx, sp.Memory, func(n transfer.Notification) { p.notified(pool, n) })
 		if err != nil {
 			return fmt.Errorf("ec: register the pool on plane %s: %w", plane.Name(), err)
 		}
@@ -154,8 +155,15 @@ func (p *Producer) serve(m messenger) {
 	p.mu.Unlock()
 }
 
-// Message implements control.RouterHandler. It never waits.
+// Message implements control.RouterHandler. It never waits. After Close it is silent: a peer that hears nothing asks the next
+// producer at this address, which a NACK would keep it from.
 func (p *Producer) Message(from control.Source, body []byte) {
+	p.mu.Lock()
+	closed := p.closed
+	p.mu.Unlock()
+	if closed {
+		return
+	}
 	m, err := wire.DecodeAtProducer(body, p.o.Generation)
 	if err != nil {
 		p.count(func(s *ProducerStats) { s.BadFrames++ })
@@ -219,10 +227,10 @@ func (p *Producer) grant(from control.Source, r *wire.Request, pool *servedPool,
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed {
-		return nil, wire.NackInternal
+		return nil, wire.NackMissing // closed since the request came
 	}
-	id := grantKey{r.Session, r.Key}
-	if g := p.grants.byKey[id]; g != nil && g.pool == pool && g.plain == !own {
+	id := grantKey{pool, !own, r.Session, r.Key}
+	if g := p.grants.byKey[id]; g != nil {
 		p.grants.renew(g, from.ID, time.Now().Add(p.lease))
 		p.arm()
 		p.stats.Renewals++
@@ -237,7 +245,7 @@ func (p *Producer) grant(from control.Source, r *wire.Request, pool *servedPool,
 	case err != nil:
 		return nil, wire.NackMissing
 	}
-	g := &grant{key: id, pool: pool, pin: pin, info: pin.Info(), conn: from.ID, source: source(from), plain: !own}
+	g := &grant{grantKey: id, pin: pin, info: pin.Info(), conn: from.ID, source: source(from)}
 	for _, e := range g.info.Extents {
 		g.blocks += int(e.Count)
 	}
@@ -301,7 +309,7 @@ func (p *Producer) offer(from control.Source, r *wire.Request, g *grant) wire.St
 
 // fill writes what an OK ack says about a grant.
 func (p *Producer) fill(ack *wire.Ack, g *grant, r *wire.Request) {
-	ack.Session = g.key.session
+	ack.Session = g.session
 	if g.plain {
 		for _, e := range g.info.Extents {
 			for b := e.Start; b < e.Start+e.Count; b++ {
@@ -309,7 +317,7 @@ func (p *Producer) fill(ack *wire.Ack, g *grant, r *wire.Request) {
 			}
 		}
 		ack.AgentMetadata = g.pool.plain.AgentMetadata()
-		if p.grants.descriptorDue(g.key.session, ack.AgentMetadata) {
+		if p.grants.descriptorDue(g.session, ack.AgentMetadata) {
 			ack.MemDescriptor = g.pool.plain.MemDescriptor()
 		}
 		return
@@ -333,7 +341,7 @@ func (p *Producer) fill(ack *wire.Ack, g *grant, r *wire.Request) {
 func (p *Producer) verify(from control.Source, v *wire.Verify) {
 	p.mu.Lock()
 	g := p.grants.byID[v.Grant]
-	known := g != nil && !g.plain && g.key == grantKey{v.Session, v.Key}
+	known := g != nil && !g.plain && g.session == v.Session && g.key == v.Key
 	p.mu.Unlock()
 	if v.Failed {
 		if known {
@@ -364,7 +372,10 @@ func (p *Producer) verify(from control.Source, v *wire.Verify) {
 }
 
 // notified is called by planes: the READ of a plain peer is complete. Own peers verify instead.
-func (p *Producer) notified(n transfer.Notification) {
+func (p *Producer) notified(pool *servedPool, n transfer.Notification) {
+	if len(n.Message) == 0 {
+		return // of an own peer
+	}
 	session, key, err := wire.ParseNotification(n.Message)
 	if err != nil {
 		p.count(func(s *ProducerStats) { s.BadFrames++ })
@@ -372,9 +383,9 @@ func (p *Producer) notified(n transfer.Notification) {
 		return
 	}
 	p.mu.Lock()
-	g := p.grants.byKey[grantKey{session, key}]
+	g := p.grants.byKey[grantKey{pool, true, session, key}]
 	p.mu.Unlock()
-	if g != nil && g.plain && p.end(g, endVerified) {
+	if g != nil && p.end(g, endVerified) {
 		g.pool.cache.DropHold(key)
 	}
 }
@@ -468,7 +479,7 @@ func source(from control.Source) string {
 }
 
 // Close ends all grants and withdraws the pools from their planes: no byte of them is read by a peer after it returns.
-// Idempotent. The control loop may still call Message; it is answered NACK_INTERNAL.
+// Idempotent. The control loop may still call Message.
 func (p *Producer) Close() error {
 	p.mu.Lock()
 	if p.closed {
