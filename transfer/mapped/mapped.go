@@ -41,7 +41,7 @@ type Plane struct {
 	closed   bool
 	regs     map[*registration]struct{}
 	peers    map[*peer]struct{}
-	mappings map[mappingKey]*mapping
+	mappings map[location]*mapping
 }
 
 // New makes a plane. It fails only if the machine does not tell its boot id.
@@ -52,7 +52,7 @@ func New(o Options) (*Plane, error) {
 	}
 	p := &Plane{
 		boot: boot, workers: o.Workers, log: o.Log,
-		regs: map[*registration]struct{}{}, peers: map[*peer]struct{}{}, mappings: map[mappingKey]*mapping{},
+		regs: map[*registration]struct{}{}, peers: map[*peer]struct{}{}, mappings: map[location]*mapping{},
 	}
 	if len(o.Dirs) == 0 {
 		o.Dirs = []string{"/dev/shm"}
@@ -134,7 +134,7 @@ func (p *Plane) locate(m transfer.Memory) (location, error) {
 		return l, nil // a plain file
 	}
 	defer attached.Close()
-	if attached.Geometry().PoolBytes() == l.length {
+	if attached.PoolOffset() == l.offset && attached.Geometry().PoolBytes() == l.length {
 		l.isRegion, l.identity, l.epoch = true, attached.Identity(), attached.Epoch()
 	}
 	return l, nil

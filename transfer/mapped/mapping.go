@@ -11,39 +11,58 @@ import (
 	"github.com/tensorferry/tensorferry/transfer"
 )
 
-// mappingKey is what one attached mapping serves: peers that name the same bytes of the same file share it.
-type mappingKey struct {
-	file           file
-	offset, length int64
-	epoch          uint64
-}
-
-// mapping is a peer's memory in this process, read-only. It is unmapped when the last peer and the last view have let go.
+// mapping is a peer's memory in this process, read-only. Peers whose metadata agree in all but the path share it. It is unmapped
+// when the last peer and the last view have let go.
 type mapping struct {
-	key   mappingKey
-	pool  []byte
-	unmap func() error
-	refs  int // guarded by Plane.mu
+	key    location
+	pool   []byte
+	region *region.Mapping // nil: a plain file
+	unmap  func() error
+	refs   int // guarded by Plane.mu
 }
 
 // acquire gives the mapping of l with one more reference.
 func (p *Plane) acquire(l location) (*mapping, error) {
-	key := mappingKey{file: l.file, offset: l.offset, length: l.length, epoch: l.epoch}
 	f, err := p.open(l)
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
-	if m := p.cached(key); m != nil {
-		return m, nil
+	key := l
+	key.path = ""
+	m := p.cached(key)
+	if m == nil {
+		if m, err = p.attach(f, l, key); err != nil {
+			return nil, err
+		}
 	}
-	m, err := attach(f, l)
+	// A kept mapping shows what its owner has become since.
+	if m.region != nil && m.region.Epoch() != l.epoch {
+		err := fmt.Errorf("%w: mapped: %s: the region is in epoch %d now, the peer's was %d", transfer.ErrUnreachable, l.path, m.region.Epoch(), l.epoch)
+		return nil, errors.Join(err, p.release(m))
+	}
+	return m, nil
+}
+
+func (p *Plane) cached(key location) *mapping {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	m := p.mappings[key]
+	if m != nil {
+		m.refs++
+	}
+	return m
+}
+
+// attach maps l and keeps the mapping, or gives that of an AddPeer that was faster.
+func (p *Plane) attach(f *os.File, l, key location) (*mapping, error) {
+	m, err := mapFile(f, l)
 	if err != nil {
 		return nil, err
 	}
 	m.key, m.refs = key, 1
 	p.mu.Lock()
-	if other := p.mappings[key]; other != nil { // attached by a racing AddPeer
+	if other := p.mappings[key]; other != nil {
 		other.refs++
 		p.mu.Unlock()
 		return other, m.unmap()
@@ -52,16 +71,6 @@ func (p *Plane) acquire(l location) (*mapping, error) {
 	p.mu.Unlock()
 	p.log.Debug("mapped: attached", "path", l.path, "bytes", l.length, "region", l.isRegion)
 	return m, nil
-}
-
-func (p *Plane) cached(key mappingKey) *mapping {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	m := p.mappings[key]
-	if m != nil {
-		m.refs++
-	}
-	return m
 }
 
 func (p *Plane) release(m *mapping) error {
@@ -115,20 +124,20 @@ func (p *Plane) open(l location) (*os.File, error) {
 	return f, nil
 }
 
-// attach maps l's bytes of f, which open has checked.
-func attach(f *os.File, l location) (*mapping, error) {
+// mapFile maps l's bytes of f, which open has checked.
+func mapFile(f *os.File, l location) (*mapping, error) {
 	m := &mapping{}
 	if l.isRegion {
 		r, err := region.Attach(f, false)
 		if err != nil {
 			return nil, fmt.Errorf("%w: mapped: %s: %w", transfer.ErrUnreachable, l.path, err)
 		}
-		if r.Identity() != l.identity || r.Epoch() != l.epoch || int64(len(r.Pool())) != l.length {
-			err := fmt.Errorf("%w: mapped: %s: the region is %v epoch %d now, the peer's was %v epoch %d", transfer.ErrUnreachable,
-				l.path, r.Identity(), r.Epoch(), l.identity, l.epoch)
+		if r.Identity() != l.identity || r.PoolOffset() != l.offset || int64(len(r.Pool())) != l.length {
+			err := fmt.Errorf("%w: mapped: %s: the region is %+v with a pool of %d bytes, the peer's was %+v with %d", transfer.ErrUnreachable,
+				l.path, r.Identity(), len(r.Pool()), l.identity, l.length)
 			return nil, errors.Join(err, r.Close())
 		}
-		m.pool, m.unmap = r.Pool(), r.Close
+		m.pool, m.region, m.unmap = r.Pool(), r, r.Close
 	} else {
 		lead := l.offset % int64(os.Getpagesize()) // mmap wants a page's offset
 		b, err := unix.Mmap(int(f.Fd()), l.offset-lead, int(l.length+lead), unix.PROT_READ, unix.MAP_SHARED)
