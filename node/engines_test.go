@@ -1,0 +1,583 @@
+package node
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/tensorferry/tensorferry/ec"
+	"github.com/tensorferry/tensorferry/node/client"
+	"github.com/tensorferry/tensorferry/node/internal/api"
+)
+
+// byHand is a connection past its handshake, without the client.
+func byHand(t testing.TB, n *Node) (*net.UnixConn, *api.Conn) {
+	t.Helper()
+	nc, err := net.Dial("unix", n.Ready().Socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = nc.Close() })
+	conn, err := greetByHand(nc.(*net.UnixConn))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return nc.(*net.UnixConn), conn
+}
+
+func greetByHand(sock *net.UnixConn) (*api.Conn, error) {
+	conn, err := api.NewConn(sock, api.ConnOptions{InLimit: api.MaxReplyFrame, Backlog: 1 << 30})
+	if err != nil {
+		return nil, err
+	}
+	if err := conn.Send(&api.Hello{Version: 1, MinVersion: 1}, api.MaxRequestFrame); err != nil {
+		return nil, err
+	}
+	m, f, err := conn.ReceiveWithFile()
+	if err != nil {
+		return nil, err
+	}
+	_ = f.Close()
+	if _, ok := m.(*api.Welcome); !ok {
+		return nil, fmt.Errorf("%+v", m)
+	}
+	return conn, nil
+}
+
+func reserveByHand(sock *net.UnixConn, key string, rows int) error {
+	conn, err := greetByHand(sock)
+	if err != nil {
+		return err
+	}
+	s := spec(rows)
+	if err := conn.Send(&api.Request{ID: 1, Ops: []api.Op{{Kind: api.OpReserve, Key: key, Dtype: s.Dtype, Shape: s.Shape, Bytes: s.Bytes}}}, api.MaxRequestFrame); err != nil {
+		return err
+	}
+	m, err := conn.Receive()
+	if err != nil {
+		return err
+	}
+	if r := m.(*api.Reply).Results[0]; r.Code != api.CodeOK {
+		return fmt.Errorf("reserve: %s %s", r.Code, r.Message)
+	}
+	return nil
+}
+
+// C8: an engine of both roles saves and fetches on one connection.
+func TestOneEngineSavesAndFetches(t *testing.T) {
+	ca, cb := testConfig(t, 64), testConfig(t, 64)
+	cb.ShmDir = ca.ShmDir
+	a, b := dial(t, startNode(t, ca)), dial(t, startNode(t, cb))
+	put(t, a, "x", 2, 1)
+	put(t, b, "y", 2, 2)
+	for _, d := range []struct {
+		from, to *client.Client
+		key      string
+		seed     uint64
+	}{{a, b, "x", 1}, {b, a, "y", 2}} {
+		p, err := d.from.Announce(testContext(t), []client.AnnounceItem{{Key: d.key}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ch, err := d.to.Fetch(testContext(t), p, time.Minute)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if r := <-ch; r.Outcome != ec.FetchReady {
+			t.Fatalf("%+v", r)
+		}
+		checkBytes(t, d.to, d.key, 2, d.seed)
+	}
+}
+
+func TestAnAnnouncementNamesWhatIsHeldAndNothingElse(t *testing.T) {
+	for _, generation := range []int{1, 2} {
+		cfg := testConfig(t, 64)
+		cfg.ECProtocol = generation
+		n := startNode(t, cfg)
+		c := dial(t, n)
+		s := spec(2)
+		s.Shape, s.Bytes = []int64{3, testBlock/2 - 100}, 3*(testBlock-200) // not whole blocks
+		if _, err := c.Put(testContext(t), "k", s, make([]byte, s.Bytes)); err != nil {
+			t.Fatal(err)
+		}
+		filling, err := c.Reserve(testContext(t), "f", spec(1))
+		if err != nil {
+			t.Fatal(err)
+		}
+		p, err := c.Announce(testContext(t), []client.AnnounceItem{
+			{Key: "k", ItemIndices: []int{1, 2}, Metadata: []byte(`{"grid":[1]}`)}, {Key: "f"}, {Key: "nobody's", Metadata: []byte(`{"grid":[2]}`)},
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		k, _ := p.Get("k")
+		if k.PeerHost != "127.0.0.1" || k.PeerPort != n.Ready().PeerPort || k.SizeBytes != 3*testBlock || string(k.Metadata) != `{"grid":[1]}` {
+			t.Errorf("generation %d: %+v", generation, k)
+		}
+		if generation == 2 && (len(k.ItemIndices) != 2 || len(k.Shape) != 2 || k.Shape[0] != 3) || generation == 1 && (k.ItemIndices != nil || k.Shape != nil) {
+			t.Errorf("generation %d: item_indices %v, shape %v", generation, k.ItemIndices, k.Shape)
+		}
+		// What is being filled is announced: it cannot be evicted, and an early reader is told NOT_READY.
+		if f, _ := p.Get("f"); !f.Servable() {
+			t.Errorf("a key being filled: %+v", f)
+		}
+		if none, _ := p.Get("nobody's"); none.Servable() || string(none.Metadata) != "{}" {
+			t.Errorf("a key not held: %+v", none)
+		}
+		infos, err := c.Lookup(testContext(t), "k", "f", "nobody's")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if infos[0].Holds != 1 || infos[0].State != ec.Ready || infos[1].State != ec.Filling || infos[2].State != ec.Absent || infos[2].Key != "nobody's" {
+			t.Errorf("%+v", infos)
+		}
+		if err := filling.Discard(testContext(t)); err != nil {
+			t.Fatal(err)
+		}
+		if err := filling.Commit(testContext(t)); !errors.Is(err, ec.ErrStale) {
+			t.Errorf("Commit after Discard: %v", err)
+		}
+	}
+}
+
+// C7: lookups that blocked the scheduler.
+func TestWhatIsBeingFilledIsPendingAndCanBeWaitedFor(t *testing.T) {
+	n := startNode(t, testConfig(t, 64))
+	a, b := dial(t, n), dial(t, n)
+	if err := b.WaitReady(testContext(t), "k"); !errors.Is(err, ec.ErrMissing) {
+		t.Fatalf("nobody fills it: %v", err)
+	}
+	r, err := a.Reserve(testContext(t), "k", spec(1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := b.Map(testContext(t), "k"); !errors.Is(err, ec.ErrNotReady) {
+		t.Errorf("Map: %v", err)
+	}
+	short, cancel := context.WithTimeout(testContext(t), 20*time.Millisecond)
+	defer cancel()
+	if err := b.WaitReady(short, "k"); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("a wait with a deadline: %v", err)
+	}
+	waited := make(chan error, 1)
+	go func() { waited <- b.WaitReady(testContext(t), "k") }()
+	if err := r.Commit(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-waited; err != nil {
+		t.Errorf("WaitReady: %v", err)
+	}
+}
+
+func TestTheEndOfAConnectionReleasesPinsAndDiscardsReservations(t *testing.T) {
+	n := startNode(t, testConfig(t, 8))
+	a, b := dial(t, n), dial(t, n)
+	put(t, a, "k", 4, 1)
+	if _, err := b.Map(testContext(t), "k"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := b.Reserve(testContext(t), "r", spec(4)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := a.Reserve(testContext(t), "new", spec(8)); !errors.Is(err, ec.ErrFull) {
+		t.Fatalf("all is in use: %v", err)
+	}
+	if err := b.Close(); err != nil {
+		t.Fatal(err)
+	}
+	<-b.Done()
+	// The client said bye: its blocks are free although this process lives.
+	eventually(t, "there is room", func() bool {
+		r, err := a.Reserve(testContext(t), "new", spec(8))
+		return err == nil && r != nil
+	})
+}
+
+func TestAStepTakesOneRoundTrip(t *testing.T) {
+	n := startNode(t, testConfig(t, 64))
+	c := dial(t, n)
+	put(t, c, "old", 1, 1)
+	before := n.engines.counters.requests.Load()
+	got, err := c.Batch(testContext(t),
+		client.ReserveOp("new", spec(2)),
+		client.ReserveOp("old", spec(1)),
+		client.MapOp("old"),
+		client.MapOp("missing"),
+		client.LookupOp("old"),
+		client.AnnounceOp(client.AnnounceItem{Key: "old"}),
+		client.ReserveOp("", spec(1)),
+		client.StatsOp(),
+	)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, want := range []error{nil, ec.ErrHeld, nil, ec.ErrMissing, nil, nil, ec.ErrKey, nil} {
+		if !errors.Is(got[i].Err, want) {
+			t.Errorf("operation %d: %v, want %v", i, got[i].Err, want)
+		}
+	}
+	if got[2].Mapped == nil || !bytes.Equal(bytes.Join(got[2].Mapped.Buffers(), nil), payload(1, 1)) || got[4].Info.Pins != 1 ||
+		!got[5].Announcement.Servable() || got[7].Stats.Filling != 1 {
+		t.Errorf("%+v", got)
+	}
+	second, err := c.Batch(testContext(t), client.CommitOp(got[0].Reservation), client.ReleaseOp(got[2].Mapped), client.MapOp("new"), client.RemoveOp("old"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, r := range second {
+		if r.Err != nil {
+			t.Errorf("operation %d: %v", i, r.Err)
+		}
+	}
+	got[2].Mapped.Release() // over already: nothing happens
+	if n := n.engines.counters.requests.Load() - before; n != 2 {
+		t.Errorf("%d requests, want 2", n)
+	}
+}
+
+func TestALongListingIsWhole(t *testing.T) {
+	n := startNode(t, testConfig(t, 3000))
+	c := dial(t, n)
+	var reserve, commit []client.Op
+	for i := range 3*api.MaxListChunk + 5 {
+		reserve = append(reserve, client.ReserveOp(fmt.Sprintf("key-%05d", i), spec(1)))
+	}
+	got, err := c.Batch(testContext(t), reserve...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, r := range got {
+		commit = append(commit, client.CommitOp(r.Reservation))
+	}
+	if _, err := c.Batch(testContext(t), commit...); err != nil {
+		t.Fatal(err)
+	}
+	list, err := c.List(testContext(t))
+	if err != nil || len(list) != len(reserve) {
+		t.Fatalf("%d entries, %v", len(list), err)
+	}
+	for i, e := range list {
+		if e.Key != fmt.Sprintf("key-%05d", i) || e.State != ec.Ready {
+			t.Fatalf("entry %d: %+v", i, e)
+		}
+	}
+}
+
+func TestABatchLargerThanAFrameIsSplit(t *testing.T) {
+	n := startNode(t, testConfig(t, 16))
+	c := dial(t, n)
+	put(t, c, "k", 1, 1)
+	metadata := []byte(`{"x":"` + strings.Repeat("y", 60_000) + `"}`)
+	items := make([]client.AnnounceItem, 400) // 24 MB
+	for i := range items {
+		items[i] = client.AnnounceItem{Key: fmt.Sprintf("k%d", i), Metadata: metadata}
+	}
+	items[7].Key = "k"
+	p, err := c.Announce(testContext(t), items)
+	if err != nil || p.Len() != 400 {
+		t.Fatalf("%d, %v", p.Len(), err)
+	}
+	if k, _ := p.Get("k"); !bytes.Equal(k.Metadata, metadata) {
+		t.Error("metadata of the held key changed")
+	}
+	infos, err := c.Lookup(testContext(t), make([]string, 0)...)
+	if err != nil || len(infos) != 0 {
+		t.Errorf("no keys: %v, %v", infos, err)
+	}
+}
+
+func TestAnEngineThatDoesNotReadIsDisconnected(t *testing.T) {
+	n := startNode(t, testConfig(t, 64))
+	_, conn := byHand(t, n)
+	ops := make([]api.Op, api.MaxOps)
+	for i := range ops {
+		ops[i] = api.Op{Kind: api.OpAnnounce, Key: strings.Repeat("k", 200)} // answers are longer than questions
+	}
+	good := dial(t, n)
+	for n.engines.counters.slow.Load() == 0 {
+		if err := conn.Send(&api.Request{Ops: ops}, api.MaxRequestFrame); err != nil {
+			break
+		}
+	}
+	eventually(t, "it is disconnected", func() bool { return n.engines.counters.slow.Load() == 1 })
+	put(t, good, "k", 1, 1) // others are served all the while
+}
+
+func TestFramesThatMakeNoSenseEndTheConnectionAndNothingElse(t *testing.T) {
+	n := startNode(t, testConfig(t, 64))
+	good := dial(t, n)
+	frame := func(payload ...byte) []byte {
+		return append(binary.BigEndian.AppendUint32(nil, uint32(len(payload))), payload...)
+	}
+	for i, b := range [][]byte{
+		frame(0x90),
+		frame(),
+		binary.BigEndian.AppendUint32(nil, api.MaxRequestFrame+1),
+		{0xff, 0xff, 0xff, 0xff},
+		frame(0xdf, 0xff, 0xff, 0xff, 0xff),
+	} {
+		sock, conn := byHand(t, n)
+		if _, err := sock.Write(b); err != nil {
+			t.Fatal(err)
+		}
+		m, err := conn.Receive()
+		if r, ok := m.(*api.Refused); !ok || r.Code != api.CodeBadRequest {
+			t.Errorf("frame %d: %+v, %v", i, m, err)
+		}
+		if _, err := conn.Receive(); !errors.Is(err, io.EOF) {
+			t.Errorf("frame %d: then %v", i, err)
+		}
+	}
+	if got := n.engines.counters.malformed.Load(); got != 5 {
+		t.Errorf("%d counted", got)
+	}
+	put(t, good, "k", 1, 1)
+}
+
+func TestHandshakesAreRefusedWithAReason(t *testing.T) {
+	cfg := testConfig(t, 64)
+	second := cfg.Pools[0]
+	second.Model = "another"
+	cfg.Pools = append(cfg.Pools, second)
+	n := startNode(t, cfg)
+	for _, c := range []struct {
+		name  string
+		first api.Message
+		want  api.Code
+		text  string
+	}{
+		{"a later version", &api.Hello{Version: 9, MinVersion: 8, Pool: n.pools[0].group}, api.CodeVersion, "1 to 1"},
+		{"no pool named of two", &api.Hello{Version: 1}, api.CodeNoPool, n.pools[1].group},
+		{"a pool that is not here", &api.Hello{Version: 1, Pool: "f00"}, api.CodeNoPool, "another"},
+		{"no hello", &api.Request{}, api.CodeBadRequest, "hello"},
+	} {
+		nc, err := net.Dial("unix", n.Ready().Socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		conn, err := api.NewConn(nc.(*net.UnixConn), api.ConnOptions{InLimit: api.MaxReplyFrame, Backlog: 1 << 20})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := conn.Send(c.first, api.MaxRequestFrame); err != nil {
+			t.Fatal(err)
+		}
+		m, f, err := conn.ReceiveWithFile()
+		if r, ok := m.(*api.Refused); !ok || f != nil || r.Code != c.want || !strings.Contains(r.Message, c.text) {
+			t.Errorf("%s: %+v, %v, %v", c.name, m, f, err)
+		}
+		_ = conn.Close()
+	}
+	_, err := client.Dial(testContext(t), n.Ready().Socket, client.Options{})
+	if !errors.Is(err, client.ErrNoPool) {
+		t.Errorf("%v; want ErrNoPool", err)
+	}
+	c, err := client.Dial(testContext(t), n.Ready().Socket, client.Options{Pool: n.pools[1].group})
+	if err != nil || c.Pool().Model != "another" {
+		t.Fatalf("%v", err)
+	}
+	_ = c.Close()
+}
+
+func TestAFetchEndsInOneOutcomeAKeyWhateverEndsIt(t *testing.T) {
+	cfg := testConfig(t, 64)
+	cfg.AllowHosts = []string{"127.0.0.0/8"}
+	n := startNode(t, cfg)
+	c := dial(t, n)
+	// A listener that never answers.
+	silent, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	port := silent.Addr().(*net.TCPAddr).Port
+	params := func(hosts ...string) (p ec.Params) {
+		for i, h := range hosts {
+			p.Set(fmt.Sprintf("k%d", i), &ec.Announcement{ItemIndices: []int{0}, Metadata: []byte("{}"), PeerHost: h, PeerPort: port, SizeBytes: testBlock, Shape: []int{1, testBlock / 2}})
+		}
+		return p
+	}
+	collect := func(ch <-chan client.FetchResult) map[ec.Outcome]int {
+		out := map[ec.Outcome]int{}
+		for r := range ch {
+			out[r.Outcome]++
+			if r.Reason == "" {
+				t.Errorf("no reason: %+v", r)
+			}
+		}
+		return out
+	}
+
+	ch, err := c.Fetch(testContext(t), params("127.0.0.1", "10.9.9.9"), 50*time.Millisecond)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := collect(ch); got[ec.FetchTimedOut]+got[ec.FetchUnreachable] != 1 || got[ec.FetchFailed] != 1 {
+		t.Errorf("a time limit, a host that is not allowed: %v", got)
+	}
+
+	ctx, cancel := context.WithCancel(testContext(t))
+	if ch, err = c.Fetch(ctx, params("127.0.0.1", "127.0.0.1"), 0); err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	if got := collect(ch); got[ec.FetchCanceled] != 2 {
+		t.Errorf("a caller that has gone: %v", got)
+	}
+	eventually(t, "the node has stopped too", func() bool { return n.pools[0].consumer.Stats().Flights == 0 })
+
+	other := dial(t, n)
+	if ch, err = other.Fetch(testContext(t), params("127.0.0.1"), 0); err != nil {
+		t.Fatal(err)
+	}
+	_ = other.Close()
+	if got := collect(ch); got[ec.FetchFailed] != 1 {
+		t.Errorf("a connection that has gone: %v", got)
+	}
+	if _, err := other.Fetch(testContext(t), params("127.0.0.1"), 0); !errors.Is(err, client.ErrClosed) {
+		t.Errorf("after Close: %v", err)
+	}
+
+	if ch, err = c.Fetch(testContext(t), ec.Params{}, 0); err != nil {
+		t.Fatal(err)
+	}
+	if got := collect(ch); len(got) != 0 {
+		t.Errorf("nothing to fetch: %v", got)
+	}
+}
+
+func TestACallThatIsGivenUpLeavesNothingReserved(t *testing.T) {
+	n := startNode(t, testConfig(t, 64))
+	c := dial(t, n)
+	for i := range 200 {
+		ctx, cancel := context.WithCancel(testContext(t))
+		go func() {
+			for range i % 7 {
+				runtime.Gosched()
+			}
+			cancel()
+		}()
+		if r, err := c.Reserve(ctx, "k", spec(1)); err == nil {
+			if err := r.Discard(testContext(t)); err != nil {
+				t.Fatal(err)
+			}
+		} else if !errors.Is(err, context.Canceled) && !errors.Is(err, ec.ErrPending) {
+			t.Fatal(err)
+		}
+	}
+	eventually(t, "all is free", func() bool {
+		s, err := c.Stats(testContext(t))
+		return err == nil && s.FreeBlocks == 64 && s.Filling == 0
+	})
+}
+
+func TestManyEnginesAtOnceLeaveAWholePool(t *testing.T) {
+	n := startNode(t, testConfig(t, 32))
+	var wg sync.WaitGroup
+	for g := range 8 {
+		wg.Go(func() {
+			c, err := client.Dial(testContext(t), n.Ready().Socket, client.Options{})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer func() { _ = c.Close() }()
+			for i := range 60 {
+				seed := uint64((g + i) % 12)
+				key := fmt.Sprintf("k%d", seed)
+				rows := int(seed)%5 + 1
+				_, err := c.Put(testContext(t), key, spec(rows), payload(rows, seed))
+				if err != nil && !errors.Is(err, ec.ErrPending) && !errors.Is(err, ec.ErrFull) {
+					t.Error(err)
+				}
+				m, err := c.Map(testContext(t), key)
+				if errors.Is(err, ec.ErrMissing) || errors.Is(err, ec.ErrNotReady) {
+					continue
+				}
+				if err != nil {
+					t.Error(err)
+					continue
+				}
+				if !bytes.Equal(bytes.Join(m.Buffers(), nil), payload(rows, seed)) {
+					t.Errorf("%s has other bytes", key)
+				}
+				m.Release()
+			}
+		})
+	}
+	wg.Wait()
+	eventually(t, "nothing is pinned or filling", func() bool {
+		s := n.pools[0].cache.Stats()
+		return s.PinnedBlocks == 0 && s.Filling == 0 && s.QuarantinedBlocks == 0
+	})
+}
+
+func TestClosingTheNodeTellsItsEngines(t *testing.T) {
+	cfg := testConfig(t, 64)
+	n, err := Start(testContext(t), cfg, quiet())
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := dial(t, n)
+	put(t, c, "k", 2, 1)
+	m, err := c.Map(testContext(t), "k")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := n.Close(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+	<-c.Done()
+	if err := c.Err(); !errors.Is(err, client.ErrClosed) || !errors.Is(err, client.ErrClosing) {
+		t.Errorf("%v; want ErrClosed and ErrClosing", err)
+	}
+	if _, err := c.Lookup(testContext(t), "k"); !errors.Is(err, client.ErrClosed) {
+		t.Errorf("%v", err)
+	}
+	// What was mapped stays readable until the client closes.
+	if !bytes.Equal(bytes.Join(m.Buffers(), nil), payload(2, 1)) {
+		t.Error("the mapping changed when the node went")
+	}
+	m.Release()
+	if _, err := client.Dial(testContext(t), filepath.Join(t.TempDir(), "none"), client.Options{}); err == nil {
+		t.Error("a node that is not there")
+	}
+}
+
+// FuzzConnection writes anything after a good hello: the node must neither die nor lose blocks.
+func FuzzConnection(f *testing.F) {
+	for _, m := range []api.Message{
+		&api.Request{ID: 1, Ops: []api.Op{{Kind: api.OpReserve, Key: "k", Dtype: "torch.bfloat16", Shape: []int64{1, 1024}, Bytes: 2048}, {Kind: api.OpCommit, Handle: 1}, {Kind: api.OpMap, Key: "k"}, {Kind: api.OpRelease, Handle: 2}}},
+		&api.Request{ID: 2, Ops: []api.Op{{Kind: api.OpAnnounce, Key: "k", Metadata: []byte("{}")}, {Kind: api.OpFetch, Key: "k", Ref: 1, Entry: []byte(`{"metadata":{}}`)}, {Kind: api.OpCancel, Ref: 1}, {Kind: api.OpList, Ref: 2}, {Kind: api.OpWait, Key: "k", Ref: 3}, {Kind: api.OpStats}}},
+		&api.Bye{},
+	} {
+		frame, err := api.AppendFrame(nil, m, api.MaxRequestFrame)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(frame)
+	}
+	n := startNode(f, testConfig(f, 8))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		sock, _ := byHand(t, n)
+		if _, err := sock.Write(b); err != nil {
+			return
+		}
+		_ = sock.CloseWrite()
+		_, _ = io.Copy(io.Discard, sock)
+		if err := n.failed(); err != nil {
+			t.Fatal(err)
+		}
+	})
+}
