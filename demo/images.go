@@ -42,7 +42,7 @@ func load(dir string) ([]picture, error) {
 	}
 	entries, err := fs.ReadDir(fsys, ".")
 	if err != nil {
-		return nil, fmt.Errorf("images: %w", err)
+		return nil, fmt.Errorf("images: %s: %w", dir, err)
 	}
 	var out []picture
 	for _, e := range entries {

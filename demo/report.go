@@ -6,6 +6,8 @@ import (
 	"strconv"
 	"strings"
 	"text/tabwriter"
+
+	"github.com/tensorferry/tensorferry/ec"
 )
 
 // Image is what became of one image file.
@@ -51,7 +53,9 @@ func (r *Report) summarize() {
 			r.Summary.Failed++
 		default:
 			r.Summary.Passed++
-			r.Summary.Bytes += i.Bytes
+			if i.Plane != ec.PlaneLocal {
+				r.Summary.Bytes += i.Bytes
+			}
 		}
 	}
 	r.Summary.OK = r.Summary.Passed > 0 && r.Summary.Failed == 0
@@ -60,7 +64,9 @@ func (r *Report) summarize() {
 // Print writes the table and what it means.
 func (r *Report) Print(out io.Writer) error {
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(w, "image\tpixels\trows x width\tbytes\tencode ms\tpull ms\tplane\tGB/s\tcheck\tsecond request\tthird engine")
+	if r.Summary.Passed+r.Summary.Failed > 0 {
+		fmt.Fprintln(w, "image\tpixels\trows x width\tbytes\tencode ms\tpull ms\tplane\tGB/s\tcheck\tsecond request\tthird engine")
+	}
 	for _, i := range r.Images {
 		if i.Skipped != "" {
 			continue
@@ -106,7 +112,7 @@ func (r *Report) Print(out io.Writer) error {
 		fmt.Fprintf(&b, "%d of %d images FAILED.", s.Failed, len(r.Images))
 	}
 	if s.Skipped > 0 {
-		fmt.Fprintf(&b, " %d skipped: broken.", s.Skipped)
+		fmt.Fprintf(&b, " %d skipped.", s.Skipped)
 	}
 	_, err := fmt.Fprintln(out, b.String())
 	return err

@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"strings"
 
@@ -106,13 +107,23 @@ func (e *Engine) parse(ctx context.Context, body []byte) (*chatRequest, *request
 			}
 			grids[it.key] = it.grid
 			it.index = len(r.items)
-			if a, ok := params.Get(it.key); ok && a.Servable() && e.cfg.Role != Producer {
-				it.offer = a
+			if e.cfg.Role != Producer {
+				it.takeOffer(&params)
 			}
 			r.items = append(r.items, it)
 		}
 	}
 	return &c, r, nil
+}
+
+// takeOffer keeps an announcement that has an address. One that makes no sense is as good as none, and is said where it matters.
+func (it *item) takeOffer(p *ec.Params) {
+	err := p.Err(it.key)
+	if a, ok := p.Get(it.key); ok && a.Servable() {
+		it.offer = a
+	} else if err != nil && !errors.Is(err, wire.ErrNoEntry) {
+		it.out.Note = err.Error()
+	}
 }
 
 func (e *Engine) parseItem(ctx context.Context, p *part, path string, check bool) (*item, *Error) {

@@ -226,8 +226,11 @@ func (d *peerDoctor) probe(ctx context.Context) (finding, error) {
 // entry pulls an encoding that the peer announced, from where the announcement says it is.
 func (d *peerDoctor) entry(ctx context.Context, key string, params ec.Params) (finding, error) {
 	check := "entry " + key
-	ann, ok := params.Get(key)
-	if !ok || !ann.Servable() {
+	if err := params.Err(key); err != nil {
+		return finding{check, fail, err.Error(), ""}, nil
+	}
+	ann, _ := params.Get(key)
+	if !ann.Servable() {
 		return finding{check, warn, "announced without an address", ""}, nil
 	}
 	r, err := d.fetch(ctx, key, ann)

@@ -73,13 +73,25 @@ type fetchLine struct {
 }
 
 func (a *app) fetch(ctx context.Context, c *client.Client, params ec.Params, timeout time.Duration, out string) error {
+	good := true
+	for _, key := range params.Keys() {
+		// An entry that makes no sense is refused here; it is not asked for.
+		if err := params.Err(key); err != nil {
+			good = false
+			if err := printJSON(a.stdout, fetchLine{Key: key, Status: statusOf(ec.FetchFailed), Reason: err.Error()}); err != nil {
+				return err
+			}
+		}
+	}
 	results, err := c.Fetch(ctx, params, timeout)
 	if err != nil {
 		return err
 	}
-	good := true
 	for r := range results {
-		line := fetchLine{r.Key, statusOf(r.Outcome), r.Bytes, float64(r.Elapsed.Microseconds()) / 1000, r.Plane, r.Reason}
+		line := fetchLine{
+			Key: r.Key, Status: statusOf(r.Outcome), Bytes: r.Bytes,
+			MS: float64(r.Elapsed.Microseconds()) / 1000, Plane: r.Plane, Reason: r.Reason,
+		}
 		if r.Outcome == ec.FetchReady && out != "" {
 			if err := writeEntry(ctx, c, r.Key, out); err != nil {
 				line.Status, line.Reason = statusOf(ec.FetchFailed), fmt.Sprintf("pulled, but not written: %v", err)

@@ -1,0 +1,88 @@
+package main
+
+import (
+	"io"
+	"strings"
+	"testing"
+
+	"github.com/tensorferry/tensorferry/node"
+)
+
+func TestEveryKeyOfTheConfigurationIsAFlagWithHelp(t *testing.T) {
+	a := &app{}
+	cmd := a.nodeCmd()
+	known := make(map[string]bool)
+	for _, k := range node.Keys() {
+		known[k] = true
+		f := cmd.Flags().Lookup(flagName(k))
+		if f == nil {
+			t.Errorf("key %s has no flag", k)
+			continue
+		}
+		if configHelp[k] == "" {
+			t.Errorf("--%s has no help: add it to configHelp", f.Name)
+		}
+	}
+	for k := range configHelp {
+		if !known[k] {
+			t.Errorf("help for %s, which is no key", k)
+		}
+	}
+	for k := range switches {
+		if !known[k] {
+			t.Errorf("switch %s is no key", k)
+		}
+	}
+}
+
+func TestFileNamesOfKeysAreSafeAndUnique(t *testing.T) {
+	for key, want := range map[string]string{
+		"abc-DEF_1.2":   "abc-DEF_1.2",
+		"":              "",
+		".":             "%2E",
+		"..":            "%2E.",
+		"../etc/passwd": "%2E.%2Fetc%2Fpasswd",
+		"a/b":           "a%2Fb",
+		"a%2Fb":         "a%252Fb",
+		"a\x00b\n":      "a%00b%0A",
+		"é":             "%C3%A9",
+	} {
+		if got := fileName(key); got != want {
+			t.Errorf("fileName(%q) = %q, want %q", key, got, want)
+		}
+	}
+}
+
+func TestShapeOfPutIsChecked(t *testing.T) {
+	for s, want := range map[string][2]int64{"4,1024": {4, 1024}, " 1 , 1 ": {1, 1}} {
+		r, w, err := parseShape(s)
+		if err != nil || [2]int64{r, w} != want {
+			t.Errorf("parseShape(%q) = %d, %d, %v", s, r, w, err)
+		}
+	}
+	for _, s := range []string{"", "4", "4x4", "0,4", "4,-1", "4,4,4", "1.5,4", "99999999999999999999,1", "4611686018427387904,4"} {
+		if _, _, err := parseShape(s); err == nil {
+			t.Errorf("parseShape(%q) was accepted", s)
+		}
+	}
+}
+
+func TestHelpOfEveryCommandCanBePrinted(t *testing.T) {
+	for _, c := range []string{"", "node", "engine", "demo", "ec", "ec put", "ec announce", "ec fetch", "ec ls", "doctor", "version"} {
+		var out strings.Builder
+		if code := run(append(strings.Fields(c), "--help"), strings.NewReader(""), &out, io.Discard); code != exitOK || !strings.Contains(out.String(), "Usage:") {
+			t.Errorf("ferry %s --help: status %d, %q", c, code, out.String())
+		}
+	}
+}
+
+func FuzzFileName(f *testing.F) {
+	f.Add("../x")
+	f.Add("a%2Fb")
+	f.Fuzz(func(t *testing.T, key string) {
+		name := fileName(key)
+		if strings.ContainsAny(name, "/\x00") || strings.HasPrefix(name, ".") {
+			t.Errorf("fileName(%q) = %q", key, name)
+		}
+	})
+}
