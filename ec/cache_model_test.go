@@ -299,7 +299,7 @@ func TestCacheBehavesAsItsModel(t *testing.T) {
 		rapid.Check(struct{ rapid.TB }{t}, func(t *rapid.T) { // not a *testing.T: a bubble has no Deadline
 			m := &machine{}
 			m.blocks = rapid.IntRange(4, 64).Draw(t, "blocks")
-			m.slots = rapid.IntRange(2, 24).Draw(t, "slots")
+			m.slots = rapid.IntRange(2, 32).Draw(t, "slots")
 			share := rapid.SampledFrom([]float64{0.25, 0.5, 1}).Draw(t, "share")
 			m.maxHeld = int(share * float64(m.blocks))
 			m.lease = 10 * time.Second
@@ -314,8 +314,16 @@ func TestCacheBehavesAsItsModel(t *testing.T) {
 				t.Fatal(err)
 			}
 			m.c = c
+			for range rapid.IntRange(0, 24).Draw(t, "entries at first") {
+				m.put(t)
+			}
+			for range rapid.IntRange(0, 12).Draw(t, "pins at first") {
+				m.pin(t)
+			}
 			t.Repeat(map[string]func(*rapid.T){
-				"Reserve":    m.reserve,
+				"Put":        m.put,
+				"Put again":  m.put,
+				"Reserve":    func(t *rapid.T) { m.reserve(t) },
 				"Commit":     m.commit,
 				"Discard":    m.discard,
 				"Quarantine": m.quarantine,
@@ -343,12 +351,13 @@ func TestCacheBehavesAsItsModel(t *testing.T) {
 }
 
 func drawKey(t *rapid.T) string {
-	return rapid.SampledFrom([]string{"a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"}).Draw(t, "key")
+	return fmt.Sprintf("k%d", rapid.IntRange(1, 24).Draw(t, "key"))
 }
 
-func (m *machine) reserve(t *rapid.T) {
+// reserve gives the record of a reservation that was made, nil if it was refused.
+func (m *machine) reserve(t *rapid.T) *record {
 	key := drawKey(t)
-	most := rapid.SampledFrom([]int{2, 8, m.blocks + 1}).Draw(t, "most")
+	most := rapid.SampledFrom([]int{1, 1, 2, 2, 4, 8, m.blocks / 2, m.blocks + 1}).Draw(t, "most")
 	bytes := int64(rapid.IntRange(1, most*testBlock).Draw(t, "bytes"))
 	s := Spec{Dtype: "torch.uint8", Shape: []int64{bytes, 1}, Bytes: bytes}
 	old := m.find(key)
@@ -379,7 +388,7 @@ func (m *machine) reserve(t *rapid.T) {
 		t.Fatalf("Reserve(%q, %v): %v, want %v", key, s, err, wantErr)
 	}
 	if err != nil {
-		return
+		return nil
 	}
 	i := res.Info()
 	noSlot := len(m.records) == m.slots
@@ -411,7 +420,15 @@ func (m *machine) reserve(t *rapid.T) {
 		m.stats.Evictions++
 		m.end(r, phaseGone)
 	}
-	m.records = append(m.records, &record{key: key, spec: s, blocks: n, extents: i.Extents, slot: i.Slot, gen: i.Gen, phase: phaseFilling, res: res})
+	r := &record{key: key, spec: s, blocks: n, extents: i.Extents, slot: i.Slot, gen: i.Gen, phase: phaseFilling, res: res}
+	m.records = append(m.records, r)
+	return r
+}
+
+func (m *machine) put(t *rapid.T) {
+	if r := m.reserve(t); r != nil {
+		m.commitOf(t, r)
+	}
 }
 
 func shareBlock(a, b []region.Extent) bool {
@@ -443,7 +460,10 @@ func (m *machine) drawReservation(t *rapid.T) *record {
 }
 
 func (m *machine) commit(t *rapid.T) {
-	r := m.drawReservation(t)
+	m.commitOf(t, m.drawReservation(t))
+}
+
+func (m *machine) commitOf(t *rapid.T, r *record) {
 	_, err := r.res.Commit(nil)
 	if r.phase != phaseFilling {
 		if !errors.Is(err, ErrStale) {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/tensorferry/tensorferry/region"
+	"pgregory.net/rapid"
 )
 
 // countingPolicy counts the steps taken in search of victims.
@@ -118,6 +119,152 @@ func TestFragmentedPoolThatCannotHoldItEvictsNothing(t *testing.T) {
 	}
 }
 
+func TestWhatDidNotFitIsTriedAgainOnceBlocksCameFree(t *testing.T) {
+	for name, state := range map[string]struct {
+		enter func(*testing.T, *Cache, string) (leave func())
+	}{
+		"released": {func(t *testing.T, c *Cache, key string) func() {
+			put(t, c, key, 1)
+			return pin(t, c, key).Release
+		}},
+		"committed": {func(t *testing.T, c *Cache, key string) func() {
+			r := reserve(t, c, key, 1)
+			return func() { _, _ = r.Commit(nil) }
+		}},
+		"discarded": {func(t *testing.T, c *Cache, key string) func() {
+			return reserve(t, c, key, 1).Discard
+		}},
+		"settled": {func(t *testing.T, c *Cache, key string) func() {
+			return reserve(t, c, key, 1).Quarantine().Settle
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := newTestCache(t, 32, 32, CacheOptions{})
+			var leave []func()
+			for i := range 32 {
+				if key := fmt.Sprint(i); i%2 == 0 {
+					leave = append(leave, state.enter(t, c, key))
+				} else {
+					put(t, c, key, 1)
+				}
+			}
+			n := region.MaxExtents + 1
+			if _, err := c.Reserve("new", spec(n), 1); !errors.Is(err, ErrFull) {
+				t.Fatal(err)
+			}
+			leave[5]()
+			reserve(t, c, "new", n) // 3 blocks in a run, and single ones
+			for _, f := range leave {
+				f()
+			}
+		})
+	}
+}
+
+func TestEntryInPiecesGoesOnceHoweverManyPiecesLieInTheRun(t *testing.T) {
+	c := newTestCache(t, 8, 8, CacheOptions{})
+	pins := checkerboard(t, c)
+	put(t, c, "pieces", 4)
+	for _, p := range pins {
+		p.Release()
+	}
+	if i := put(t, c, "new", 8); len(i.Extents) != 1 {
+		t.Errorf("%v", i.Extents)
+	}
+	if s := c.Stats(); s.Evictions != 4+5 {
+		t.Errorf("%+v", s)
+	}
+}
+
+func TestRunTakesThePiecesOfTheOldestFirst(t *testing.T) {
+	c := newTestCache(t, 8, 8, CacheOptions{})
+	pins := checkerboard(t, c)
+	put(t, c, "pieces", 4)
+	for i, p := range pins { // make it the oldest
+		p.Release()
+		if err := c.Remove(fmt.Sprint(2 * i)); err != nil {
+			t.Fatal(err)
+		}
+		put(t, c, fmt.Sprint("at ", 2*i), 1)
+	}
+	if i := put(t, c, "new", 3); len(i.Extents) != 1 || i.Extents[0].Start != 1 {
+		t.Errorf("%v", i.Extents)
+	}
+	if got := keys(c); !slices.Equal(got, []string{"at 0", "at 4", "at 6", "new"}) {
+		t.Errorf("%v", got)
+	}
+}
+
+func TestFIFOKeepsTheOrderOfCommitsWhateverIsPassedOver(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		f := newFIFO()
+		var all []*entry        // that are in, by seq
+		var out []*entry        // taken out by next
+		pass := func() *entry { // the first that may go
+			for _, e := range all {
+				if e.class == classLoose {
+					return e
+				}
+			}
+			return nil
+		}
+		drop := func(from []*entry, e *entry) []*entry {
+			return slices.DeleteFunc(from, func(o *entry) bool { return o == e })
+		}
+		seq := uint64(0)
+		t.Repeat(map[string]func(*rapid.T){
+			"add": func(t *rapid.T) {
+				seq++
+				e := &entry{seq: seq, class: classLoose}
+				f.add(e)
+				all = append(all, e)
+			},
+			"pin or unpin": func(t *rapid.T) {
+				if len(all) == 0 {
+					t.Skip()
+				}
+				e := rapid.SampledFrom(all).Draw(t, "entry")
+				if e.class == classLoose {
+					e.class = classPinned
+				} else {
+					e.class = classLoose
+					f.putBack(e)
+				}
+			},
+			"next": func(t *rapid.T) {
+				want, got := pass(), f.next()
+				if got != want {
+					t.Fatalf("got %+v, want %+v", got, want)
+				}
+				if got != nil {
+					all = drop(all, got)
+					out = append(out, got)
+				}
+			},
+			"put back": func(t *rapid.T) {
+				if len(out) == 0 {
+					t.Skip()
+				}
+				e := rapid.SampledFrom(out).Draw(t, "entry")
+				out = drop(out, e)
+				f.putBack(e)
+				f.putBack(e)
+				all = append(all, e)
+				slices.SortFunc(all, func(a, b *entry) int { return int(a.seq) - int(b.seq) })
+			},
+			"remove": func(t *rapid.T) {
+				if len(all) == 0 {
+					t.Skip()
+				}
+				e := rapid.SampledFrom(all).Draw(t, "entry")
+				f.remove(e)
+				f.remove(e)
+				all = drop(all, e)
+			},
+		})
+	})
+}
+
 func TestNeighboursOfTheOldestGoWithIt(t *testing.T) {
 	c := newTestCache(t, 8, 8, CacheOptions{})
 	for i := range 8 {
@@ -135,23 +282,21 @@ func TestNeighboursOfTheOldestGoWithIt(t *testing.T) {
 }
 
 func TestSmallEntryDoesNotEvictALargeOneToBeWhole(t *testing.T) {
-	c := newTestCache(t, 42, 42, CacheOptions{})
-	for _, k := range []string{"a", "b", "c"} {
-		put(t, c, k, 1)
-		put(t, c, "large "+k, 12)
-	}
-	put(t, c, "d", 3)
-	defer pin(t, c, "d").Release()
-	for _, k := range []string{"a", "b", "c"} {
-		if err := c.Remove(k); err != nil {
-			t.Fatal(err)
+	for _, large := range []int{2 * maxRunCost, 2*maxRunCost + 1} {
+		c := newTestCache(t, 3*(1+large), 42, CacheOptions{})
+		for _, k := range []string{"a", "b", "c"} {
+			put(t, c, k, 1)
+			put(t, c, "large "+k, large)
 		}
-	}
-	if i := put(t, c, "new", 2); len(i.Extents) != 2 {
-		t.Errorf("%v, left %v", i.Extents, keys(c))
-	}
-	if s := c.Stats(); s.Evictions != 0 {
-		t.Errorf("%+v", s)
+		for _, k := range []string{"a", "b", "c"} {
+			if err := c.Remove(k); err != nil {
+				t.Fatal(err)
+			}
+		}
+		i := put(t, c, "new", 2)
+		if whole := len(i.Extents) == 1; whole != (large <= 2*maxRunCost) || whole != (c.Stats().Evictions == 1) {
+			t.Errorf("beside entries of %d blocks: %v, %d evicted", large, i.Extents, c.Stats().Evictions)
+		}
 	}
 }
 
