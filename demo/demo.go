@@ -50,14 +50,11 @@ func Run(ctx context.Context, o Options) (report *Report, err error) {
 	}
 	g := newGroup(o.Ferry, dir, o.Log)
 	defer func() {
-		stopErr := errors.Join(g.stop(), os.RemoveAll(dir))
-		if err == nil && ctx.Err() != nil {
-			err = context.Cause(ctx)
-		}
+		err = errors.Join(err, ctx.Err(), g.stop())
 		if err != nil && ctx.Err() == nil {
 			g.writeLogs(o.Stderr)
 		}
-		err = errors.Join(err, stopErr)
+		err = errors.Join(err, os.RemoveAll(dir))
 	}()
 	c, err := start(ctx, g, o, dir)
 	if err != nil {

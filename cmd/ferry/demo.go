@@ -1,7 +1,6 @@
 package main
 
 import (
-	"errors"
 	"os"
 
 	"github.com/spf13/cobra"
@@ -46,7 +45,7 @@ Nothing is left behind: no process, no file, no shared memory.`,
 			if err == nil && !report.Summary.OK {
 				err = errReported
 			}
-			return errors.Join(err, ctx.Err())
+			return err
 		},
 	}
 	cmd.Flags().StringVar(&o.Images, "images", "", "directory with JPEG and PNG files; the built-in photographs if empty")
