@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"testing"
+	"time"
 
 	"github.com/tensorferry/tensorferry/region"
 	"github.com/tensorferry/tensorferry/transfer"
@@ -169,8 +170,10 @@ func testRevoke(t *testing.T, w *world) {
 		dsts[i] = make([]byte, n)
 	}
 	old, next := make([]byte, n), make([]byte, n)
+	took := w.duration(o, w.grant(o, "first", o.whole()...), dsts[0])
+	const rounds = 24
 	failed := 0
-	for round := range 24 {
+	for round := range rounds {
 		Fill(next, uint64(100+round))
 		copy(old, o.memory.Bytes)
 		id := fmt.Sprintf("grant %d", round)
@@ -183,9 +186,7 @@ func testRevoke(t *testing.T, w *world) {
 			}
 			reads = append(reads, rd)
 		}
-		for range round * 40 {
-			burn()
-		}
+		pause(readers * took * time.Duration(round) / rounds)
 		o.reg.Revoke(id)
 		copy(o.memory.Bytes, next)
 		for i, rd := range reads {

@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/tensorferry/tensorferry/region"
 	"github.com/tensorferry/tensorferry/transfer"
@@ -119,15 +121,14 @@ func testCancel(t *testing.T, w *world) {
 	token := w.grant(o, "all", o.whole()...)
 	dst := make([]byte, n)
 	mark := bytes.Repeat([]byte{0xa5}, n)
-	canceled := 0
-	for i := range 12 {
+	took, canceled := w.duration(o, token, dst), 0
+	const rounds = 12
+	for i := range rounds {
 		rd, err := o.peer.Read(t.Context(), transfer.ReadRequest{Token: token, Remote: o.whole(), Local: [][]byte{dst}})
 		if err != nil {
 			t.Fatal(err)
 		}
-		for range i * 20 {
-			burn()
-		}
+		pause(took * time.Duration(i) / rounds)
 		rd.Cancel()
 		rd.Cancel()
 		err = w.wait(rd)
@@ -161,13 +162,21 @@ func testCancel(t *testing.T, w *world) {
 	}
 }
 
-var sink uint64
-
-// burn takes some microseconds.
-func burn() {
-	for i := range uint64(20000) {
-		sink += i * i
+// pause keeps the processor for about d, finer than a timer can.
+func pause(d time.Duration) {
+	for start := time.Now(); time.Since(start) < d; {
+		runtime.Gosched()
 	}
+}
+
+// duration is how long a READ of the whole of o takes here, so that a test can act in the middle of one.
+func (w *world) duration(o *offer, token, dst []byte) time.Duration {
+	w.t.Helper()
+	start := time.Now()
+	if err := w.read(o.peer, transfer.ReadRequest{Token: token, Remote: o.whole(), Local: [][]byte{dst}}); err != nil {
+		w.t.Fatal(err)
+	}
+	return time.Since(start)
 }
 
 func testPeerClose(t *testing.T, w *world) {
