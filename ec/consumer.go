@@ -219,6 +219,8 @@ func newConsumer(o ConsumerOptions, dial dialFunc) (*Consumer, error) {
 // from the announcement's address. Calls for one key share one pull, which goes on while any of them waits; each caller's
 // context ends only its own call. A caller whose announcement names another address than the pull it shared gets a pull of its
 // own if that one fails. a is not changed and not kept.
+//
+// An entry that is ready may be evicted again until it is pinned: pin it, and fetch it once more if it has gone.
 func (c *Consumer) Fetch(ctx context.Context, key string, a *Announcement, owner uint64) Result {
 	start := time.Now()
 	r := c.fetch(ctx, key, a, owner, start.Add(c.t.Item))

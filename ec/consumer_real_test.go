@@ -285,5 +285,8 @@ func BenchmarkGrantAndVerify(b *testing.B) {
 		s.producer.Message(src, req)
 		a := s.out.take()[0].(*wire.Ack)
 		s.producer.Message(src, wire.AppendVerify(nil, &wire.Verify{Key: "img", Session: a.Session, Grant: a.Ferry.Grant, Gen: a.Ferry.Gen}))
+		if v := s.out.take()[0].(*wire.Verified); !v.OK {
+			b.Fatal("not verified")
+		}
 	}
 }

@@ -117,7 +117,7 @@ func (f *flight) run() {
 			continue
 		}
 		if ev == evGranted {
-			f.granted = f.offer
+			f.granted, f.err = f.offer, nil
 		}
 		if m.letGo {
 			f.letGo()
@@ -187,7 +187,7 @@ func (f *flight) wait() event {
 			return f.timedOut()
 		case <-f.renewal.C:
 			_ = f.request() // if it cannot be sent, the next may
-			f.renewal.Reset(f.granted.lease / 3)
+			f.renewal.Reset(f.granted.renew)
 		case <-f.slow.C:
 			f.c.log.warn("slow", f.want.addr, "a fetch is slow", "waits_for", f.state.String(), "key", f.want.key,
 				"since", time.Since(f.start).Round(time.Millisecond), "requests", f.asked, "not_ready", f.pauses, "last_error", f.err)
@@ -272,8 +272,7 @@ func (f *flight) ask() event {
 		return evDown
 	}
 	f.moved = moved
-	err := f.request()
-	if err != nil {
+	if err := f.request(); err != nil {
 		f.err = fmt.Errorf("%w: request to %s: %w", ErrPeer, f.want.addr, err)
 		return evNotSent
 	}
@@ -374,7 +373,7 @@ func (f *flight) again(err error, ev event) event {
 func (f *flight) letGo() {
 	f.firstTry = f.try + 1
 	if g := f.granted; g != nil && g.own {
-		f.peer.send(wire.AppendVerify(nil, &wire.Verify{Key: f.want.key, Session: f.peer.session, Grant: g.grant, Gen: g.gen, Failed: true}))
+		_ = f.peer.send(wire.AppendVerify(nil, &wire.Verify{Key: f.want.key, Session: f.peer.session, Grant: g.grant, Gen: g.gen, Failed: true}))
 	}
 	f.granted = nil
 }

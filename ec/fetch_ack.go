@@ -15,13 +15,16 @@ type granted struct {
 	own    bool
 	grant  string        // own
 	gen    uint64        // own
-	lease  time.Duration // own; 0: the producer did not say
+	renew  time.Duration // own: how often to renew the grant while a READ goes on
 	remote []region.Span
 	sum    *uint64 // own: the producer's checksum
 }
 
-// maxLease bounds what an ack's lease is taken for.
-const maxLease = time.Hour
+// Bounds of what an ack's lease is taken for, and of how often a grant is renewed.
+const (
+	maxLease   = time.Hour
+	minRenewal = 100 * time.Millisecond
+)
 
 // judge looks at an ack and says what it means for this flight.
 func (f *flight) judge(a *wire.Ack) event {
@@ -98,7 +101,7 @@ func (c *Consumer) checkAck(w wanted, a *wire.Ack, own bool) (*granted, error) {
 	case len(x.Planes) == 0:
 		return bad("no data plane")
 	}
-	lease := time.Duration(min(max(x.LeaseMS, 0), maxLease.Milliseconds())) * time.Millisecond
+	renew := max(time.Duration(min(x.LeaseMS, maxLease.Milliseconds()))*time.Millisecond/3, minRenewal)
 	var blocks, next int64
 	extents := make([]region.Extent, 0, len(x.Extents))
 	for i, e := range x.Extents {
@@ -113,7 +116,7 @@ func (c *Consumer) checkAck(w wanted, a *wire.Ack, own bool) (*granted, error) {
 	if blocks != w.blocks {
 		return bad("extents of %d blocks for %d", blocks, w.blocks)
 	}
-	return &granted{ack: a, own: true, grant: x.Grant, gen: x.Gen, lease: lease, remote: spansOf(extents, c.o.Compat.BlockBytes, w.spec.Bytes), sum: x.Sum}, nil
+	return &granted{ack: a, own: true, grant: x.Grant, gen: x.Gen, renew: renew, remote: spansOf(extents, c.o.Compat.BlockBytes, w.spec.Bytes), sum: x.Sum}, nil
 }
 
 // runs joins consecutive block numbers, in the order given.

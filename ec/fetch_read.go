@@ -113,8 +113,8 @@ func (f *flight) post() event {
 	case err == nil:
 		f.read = rd
 		f.timer.Reset(f.c.t.Read)
-		if f.granted.lease > 0 {
-			f.renewal.Reset(f.granted.lease / 3) // a READ may be allowed more time than the lease has
+		if f.granted.own {
+			f.renewal.Reset(f.granted.renew) // a READ may be allowed more time than the lease has
 		}
 		return evNone
 	case f.ctx.Err() != nil:
@@ -169,7 +169,7 @@ func (f *flight) verify() event {
 	g := f.granted
 	f.timer.Reset(f.c.t.AckOwn)
 	// If it cannot be sent now, the wait for the answer ends and it is sent again.
-	f.peer.send(wire.AppendVerify(nil, &wire.Verify{Key: f.want.key, Session: f.peer.session, Grant: g.grant, Gen: g.gen}))
+	_ = f.peer.send(wire.AppendVerify(nil, &wire.Verify{Key: f.want.key, Session: f.peer.session, Grant: g.grant, Gen: g.gen}))
 	return evNone
 }
 
@@ -208,7 +208,8 @@ func checksum(bufs [][]byte) uint64 {
 }
 
 // quarantine gives the key up but not the memory: the plane may write it until the READ has ended. No clock frees it. After
-// Timeouts.Quarantine the peer's link is closed under the READ, which is the most that can be asked of a plane.
+// Timeouts.Quarantine, or when the consumer closes, the peer's link is closed under the READ, which is the most that can be asked
+// of a plane.
 func (f *flight) quarantine() {
 	c, rd, l, p := f.c, f.read, f.link, f.peer
 	q := f.res.Quarantine()
@@ -222,6 +223,9 @@ func (f *flight) quarantine() {
 		defer overdue.Stop()
 		select {
 		case <-rd.Done():
+		case <-c.ctx.Done():
+			p.drop(l)
+			<-rd.Done()
 		case <-overdue.C:
 			c.stats.overdue.Add(1)
 			c.log.warn("overdue", f.want.addr, "a READ that was given up has not ended; its destination stays in quarantine until it does",

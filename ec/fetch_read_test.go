@@ -74,9 +74,22 @@ func TestAPeerThatFallsWhileReadingDoesNotFreeTheDestination(t *testing.T) {
 			t.Errorf("%d blocks being filled", s.FillingBlocks)
 		}
 		wantOutcome(t, <-got, FetchTimedOut)
-		rd.end(transfer.ErrPeerLost)
+
+		ended := make(chan error, 1)
+		go func() { ended <- p.consumer.Close() }()
 		synctest.Wait()
-		p.consumer.Close()
+		if _, open := p.plane.counts(); open != 0 {
+			t.Error("Close did not ask the plane to give the READ up")
+		}
+		select {
+		case err := <-ended:
+			t.Errorf("Close returned %v while a READ may write the pool", err)
+		default:
+		}
+		rd.end(transfer.ErrPeerLost)
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
 		if s := p.ccache.Stats(); s.FreeBlocks != s.Blocks {
 			t.Errorf("%d of %d blocks free", s.FreeBlocks, s.Blocks)
 		}

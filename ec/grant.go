@@ -20,8 +20,6 @@ const (
 	maxSessions        = 4    // sessions with grants on one connection
 	maxDescriptors     = 8    // acks of one plain session that carry the descriptor before its first READ is complete
 	maxPlainSessions   = 4096 // plain sessions remembered, for the rule above
-	maxLogSubjects     = 256
-	logInterval        = 10 * time.Second
 	grantIDRandomBytes = 16
 )
 

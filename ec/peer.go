@@ -255,7 +255,7 @@ func (p *peer) letGoLocked(a *wire.Ack) {
 		return
 	}
 	// If it cannot be sent, the lease ends the grant.
-	p.conn.Send(wire.AppendVerify(nil, &wire.Verify{Key: a.Key, Session: p.session, Grant: a.Ferry.Grant, Gen: a.Ferry.Gen, Failed: true}))
+	_ = p.conn.Send(wire.AppendVerify(nil, &wire.Verify{Key: a.Key, Session: p.session, Grant: a.Ferry.Grant, Gen: a.Ferry.Gen, Failed: true}))
 }
 
 // nextTry numbers a request.

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -67,7 +66,6 @@ type servedPool struct {
 	blocks    int
 	offerings []offering
 	plain     PlainServer // nil: no plane of this pool speaks to plain peers
-	plainName string
 
 	// Under the producer's lock: what is granted of this pool, in all and by source.
 	total    usage
@@ -140,7 +138,7 @@ func (p *Producer) register(ctx context.Context, sp ServedPool) error {
 		}
 		pool.offerings = append(pool.offerings, offering{plane.Name(), plane.Capabilities().Tokens, reg})
 		if ps, ok := reg.(PlainServer); ok && pool.plain == nil {
-			pool.plain, pool.plainName = ps, plane.Name()
+			pool.plain = ps
 		}
 	}
 	return nil
@@ -227,7 +225,7 @@ func (p *Producer) grant(from control.Source, r *wire.Request, pool *servedPool,
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed {
-		return nil, wire.NackMissing // closed since the request came
+		return nil, wire.NackInternal // closed since the request came
 	}
 	id := grantKey{pool, !own, r.Session, r.Key}
 	if g := p.grants.byKey[id]; g != nil {
@@ -270,6 +268,7 @@ func (p *Producer) offer(from control.Source, r *wire.Request, g *grant) wire.St
 		p.log.warn("capped", from.Addr, "a peer is over a limit of grants: answered NACK_MISSING", "limit", why)
 		return wire.NackMissing
 	}
+	g.id = newGrantID()
 	if g.plain {
 		if g.pool.plain == nil {
 			p.stats.PlainRefused++
@@ -277,10 +276,8 @@ func (p *Producer) offer(from control.Source, r *wire.Request, g *grant) wire.St
 				"key", r.Key, "planes", g.pool.planes(), "fix", "start this node with the nixl plane, or use Tensorferry's connector on the other end")
 			return wire.NackInternal
 		}
-		g.id = newGrantID()
 		return wire.OK
 	}
-	g.id = newGrantID()
 	for _, name := range r.Ferry.Planes {
 		i := slices.IndexFunc(g.pool.offerings, func(o offering) bool { return o.name == name })
 		if i < 0 || slices.ContainsFunc(g.offers, func(o wire.PlaneOffer) bool { return o.Name == name }) {
@@ -368,7 +365,7 @@ func (p *Producer) verify(from control.Source, v *wire.Verify) {
 			s.VerifiesFailed++
 		}
 	})
-	p.send(from.ID, wire.AppendVerified(nil, &wire.Verified{Key: v.Key, Session: v.Session, Grant: v.Grant, Gen: v.Gen, OK: ok}))
+	_ = p.send(from.ID, wire.AppendVerified(nil, &wire.Verified{Key: v.Key, Session: v.Session, Grant: v.Grant, Gen: v.Gen, OK: ok}))
 }
 
 // notified is called by planes: the READ of a plain peer is complete. Own peers verify instead.
@@ -409,57 +406,6 @@ func (p *Producer) count(f func(*ProducerStats)) {
 	p.mu.Lock()
 	f(&p.stats)
 	p.mu.Unlock()
-}
-
-// logMismatch names the field by which a peer's compatibility hash differs from ours.
-func (p *Producer) logMismatch(from control.Source, r *wire.Request) {
-	const what = "a peer is not compatible: answered NACK_INCOMPAT"
-	if r.Ferry == nil {
-		ours := make([]string, 0, len(p.order))
-		for _, pool := range p.order {
-			ours = append(ours, pool.compat.Hash()+" of "+describe(pool.compat))
-		}
-		p.log.warn("incompatible", from.Addr, what, "theirs", r.CompatHash, "ours", strings.Join(ours, "; "),
-			"fix", "compare these four inputs with the peer's own")
-		return
-	}
-	p.log.warn("incompatible", from.Addr, what, "node", r.Ferry.Node, "differs", p.nearestDifference(r.Ferry.Compat))
-}
-
-// nearestDifference compares with the pool that differs in the fewest fields.
-func (p *Producer) nearestDifference(theirs wire.Compat) string {
-	var best []string
-	for i, pool := range p.order {
-		d := differences(theirs, pool.compat)
-		if i == 0 || len(d) < len(best) {
-			best = d
-		}
-	}
-	switch {
-	case len(p.order) == 0:
-		return "no pool is served here"
-	case len(best) == 0:
-		return "nothing but the hash itself, which does not match the fields sent with it"
-	}
-	return strings.Join(best, "; ")
-}
-
-func differences(theirs, ours wire.Compat) []string {
-	var d []string
-	field := func(name string, t, o any) {
-		if t != o {
-			d = append(d, fmt.Sprintf("%s: theirs %#v, ours %#v", name, t, o))
-		}
-	}
-	field("vllm_version", theirs.VLLMVersion, ours.VLLMVersion)
-	field("model", theirs.Model, ours.Model)
-	field("dtype", theirs.Dtype, ours.Dtype)
-	field("block_size_bytes", theirs.BlockBytes, ours.BlockBytes)
-	return d
-}
-
-func describe(c wire.Compat) string {
-	return fmt.Sprintf("vllm_version %q, model %q, dtype %q, block_size_bytes %d", c.VLLMVersion, c.Model, c.Dtype, c.BlockBytes)
 }
 
 func (sp *servedPool) planes() []string {
