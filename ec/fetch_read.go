@@ -202,7 +202,7 @@ func checksum(bufs [][]byte) uint64 {
 	}
 	h := xxh3.New()
 	for _, b := range bufs {
-		h.Write(b)
+		_, _ = h.Write(b)
 	}
 	return h.Sum64()
 }

@@ -370,7 +370,7 @@ func (r *reaper) close() {
 // newGrantID is not guessable: who knows it may end the grant.
 func newGrantID() string {
 	var b [grantIDRandomBytes]byte
-	rand.Read(b[:])
+	_, _ = rand.Read(b[:])
 	return hex.EncodeToString(b[:])
 }
 

@@ -87,7 +87,7 @@ func (p *peer) dial() {
 	}
 	p.mu.Unlock()
 	if closed && err == nil {
-		conn.Close()
+		_ = conn.Close()
 	}
 }
 
@@ -130,7 +130,7 @@ func (p *peer) close() {
 	}
 	p.mu.Unlock()
 	if conn != nil {
-		conn.Close()
+		_ = conn.Close()
 	}
 }
 
@@ -396,7 +396,7 @@ func (p *peer) closeLocked(l *planeLink) {
 // newSession is a random UUID: session ids hold no colon, and no two connections have the same.
 func newSession() string {
 	var b [16]byte
-	rand.Read(b[:])
+	_, _ = rand.Read(b[:])
 	b[6] = b[6]&0x0f | 0x40
 	b[8] = b[8]&0x3f | 0x80
 	return fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:])
