@@ -239,7 +239,7 @@ func (c *Cache) Pin(key string) (*Pin, error) {
 		c.reclass(e)
 	}
 	c.mu.Unlock()
-	return &Pin{c: c, e: e}, nil
+	return &Pin{e: e}, nil
 }
 
 // Remove takes a ready, unpinned entry out, held or not. ErrMissing, ErrNotReady, ErrPinned.
@@ -334,45 +334,32 @@ func (c *Cache) Stats() Stats {
 
 // Pin keeps one entry in place.
 type Pin struct {
-	c    *Cache
 	e    *entry
-	over bool // under c.mu
+	over bool // under the cache's lock
 }
 
 // Info describes the entry as it is now.
 func (p *Pin) Info() Info {
-	p.c.mu.Lock()
-	defer p.c.mu.Unlock()
+	p.e.c.mu.Lock()
+	defer p.e.c.mu.Unlock()
 	return p.e.info()
 }
 
 // Buffers are the entry's bytes in the pool, one slice an extent, cut to Spec.Bytes in all. They may be read, not written,
 // until Release.
-func (p *Pin) Buffers() [][]byte { return p.c.buffers(p.e) }
+func (p *Pin) Buffers() [][]byte { return p.e.buffers() }
 
 // Release is idempotent.
 func (p *Pin) Release() {
-	p.c.mu.Lock()
-	defer p.c.mu.Unlock()
+	e := p.e
+	e.c.mu.Lock()
+	defer e.c.mu.Unlock()
 	if p.over {
 		return
 	}
 	p.over = true
-	p.e.pins--
-	if p.e.pins == 0 {
-		p.c.reclass(p.e)
+	e.pins--
+	if e.pins == 0 {
+		e.c.reclass(e)
 	}
-}
-
-// buffers needs no lock: an entry's extents and size never change.
-func (c *Cache) buffers(e *entry) [][]byte {
-	left := e.spec.Bytes
-	bufs := make([][]byte, len(e.extents))
-	for i, x := range e.extents {
-		off := int64(x.Start) * c.blockBytes
-		n := min(int64(x.Count)*c.blockBytes, left)
-		bufs[i] = c.pool[off : off+n : off+n]
-		left -= n
-	}
-	return bufs
 }

@@ -31,7 +31,7 @@ func (c *Cache) check() error {
 			continue
 		}
 		want := region.Slot{
-			State: region.SlotFilling, Gen: e.gen, Key: e.key, Dtype: e.spec.Dtype, Shape: e.spec.Shape, Bytes: e.spec.Bytes,
+			State: region.SlotFilling, Gen: e.gen, Key: e.key, Dtype: e.dtype, Shape: e.shape[:], Bytes: e.bytes,
 			Extents: e.extents, Owner: e.owner, Checksum: e.sum, HasChecksum: e.hasSum, Holds: uint32(e.holds),
 		}
 		if e.phase == phaseReady {
@@ -65,12 +65,12 @@ func (c *Cache) check() error {
 				owner[b] = e
 			}
 		}
-		if n != e.blocks || len(e.extents) > region.MaxExtents || (e.spec.Bytes+c.blockBytes-1)/c.blockBytes != int64(n) {
-			return fmt.Errorf("%q of %d bytes and %d blocks has extents %v", e.key, e.spec.Bytes, e.blocks, e.extents)
+		if n != e.blocks || len(e.extents) > region.MaxExtents || (e.bytes+c.blockBytes-1)/c.blockBytes != int64(n) {
+			return fmt.Errorf("%q of %d bytes and %d blocks has extents %v", e.key, e.bytes, e.blocks, e.extents)
 		}
 		used += n
 
-		mine := 0
+		mine := int32(0)
 		for h := e.oldest; h != nil; h = h.next {
 			mine++
 			if h.e != e || !h.order.linked() || h.next == nil && h != e.newest || h.next != nil && h.until > h.next.until {
@@ -83,7 +83,7 @@ func (c *Cache) check() error {
 		if mine > 0 {
 			held.add(e)
 		}
-		holds += mine
+		holds += int(mine)
 
 		in := e.queue.linked() || e.heap != 0
 		if in {

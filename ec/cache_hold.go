@@ -103,7 +103,7 @@ func (c *Cache) dropHolds(e *entry) {
 	c.setHolds(e, 0)
 }
 
-func (c *Cache) setHolds(e *entry, n int) {
+func (c *Cache) setHolds(e *entry, n int32) {
 	e.holds = n
 	c.slots.SetHolds(e.slot, uint32(n))
 	c.reclass(e)
@@ -136,7 +136,7 @@ func note(to []notice, call func(string, int64), e *entry) []notice {
 	if call == nil {
 		return to
 	}
-	return append(to, notice{call, e.key, e.spec.Bytes})
+	return append(to, notice{call, e.key, e.bytes})
 }
 
 func (c *Cache) notify(due []notice) {

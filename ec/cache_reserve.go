@@ -33,8 +33,8 @@ func (c *Cache) Reserve(key string, s Spec, owner uint64) (*Reservation, error) 
 	if e := c.entries[key]; e != nil {
 		defer c.mu.Unlock()
 		switch {
-		case !s.equal(e.spec):
-			return nil, fmt.Errorf("%w: %q is %v, asked for %v", ErrConflict, key, e.spec, s)
+		case !s.equal(e.spec()):
+			return nil, fmt.Errorf("%w: %q is %v, asked for %v", ErrConflict, key, e.spec(), s)
 		case e.phase == phaseFilling:
 			return nil, fmt.Errorf("%w: %q, by owner %d", ErrPending, key, e.owner)
 		}
@@ -49,11 +49,9 @@ func (c *Cache) Reserve(key string, s Spec, owner uint64) (*Reservation, error) 
 		c.mu.Unlock()
 		return nil, full
 	}
-	e := &entry{key: key, spec: s, blocks: int(blocks), owner: owner, phase: phaseFilling}
-	copy(e.shape[:], s.Shape)
-	e.spec.Shape = e.shape[:]
+	e := &entry{c: c, key: key, dtype: s.Dtype, shape: [2]int64(s.Shape), bytes: s.Bytes, blocks: int(blocks), owner: owner, phase: phaseFilling}
+	e.res.e, e.kept.e = e, e
 	e.extents = slices.Clip(append(e.one[:0], extents...))
-	e.res = Reservation{c: c, e: e}
 	err = c.enter(e)
 	c.mu.Unlock()
 	c.notify(due)
@@ -68,7 +66,7 @@ func (c *Cache) enter(e *entry) error {
 	last := len(c.freeSlots) - 1
 	e.slot = int(c.freeSlots[last])
 	gen, err := c.slots.Fill(e.slot, region.Slot{
-		Key: e.key, Dtype: e.spec.Dtype, Shape: e.spec.Shape, Bytes: e.spec.Bytes, Extents: e.extents, Owner: e.owner,
+		Key: e.key, Dtype: e.dtype, Shape: e.shape[:], Bytes: e.bytes, Extents: e.extents, Owner: e.owner,
 	})
 	if err != nil { // all that Fill checks was checked here, so this is a region that is gone
 		c.giveBack(e.extents)
@@ -102,26 +100,22 @@ func (c *Cache) fullError(key string, n int) error {
 }
 
 // Reservation is the right to fill one entry. One goroutine uses it at a time.
-type Reservation struct {
-	c    *Cache
-	e    *entry
-	kept *Quarantined // of Quarantine
-}
+type Reservation struct{ e *entry }
 
 // Info describes the entry as it is now.
 func (r *Reservation) Info() Info {
-	r.c.mu.Lock()
-	defer r.c.mu.Unlock()
+	r.e.c.mu.Lock()
+	defer r.e.c.mu.Unlock()
 	return r.e.info()
 }
 
 // Buffers are the entry's bytes in the pool, one slice an extent, cut to Spec.Bytes in all. Writable until Commit, Discard or
 // the quarantine's end.
-func (r *Reservation) Buffers() [][]byte { return r.c.buffers(r.e) }
+func (r *Reservation) Buffers() [][]byte { return r.e.buffers() }
 
 // Commit makes the entry ready. checksum nil: none is kept. ErrStale if it is over already.
 func (r *Reservation) Commit(checksum *uint64) (Info, error) {
-	c, e := r.c, r.e
+	c, e := r.e.c, r.e
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if e.phase != phaseFilling {
@@ -146,7 +140,7 @@ func (r *Reservation) Commit(checksum *uint64) (Info, error) {
 
 // Discard frees the extents at once: nobody may be writing them. It does nothing if the reservation is over already.
 func (r *Reservation) Discard() {
-	c, e := r.c, r.e
+	c, e := r.e.c, r.e
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if e.phase != phaseFilling {
@@ -162,28 +156,22 @@ func (r *Reservation) Discard() {
 // slot says filling until then, so whoever finds the region after a crash sees that the bytes may change. Asked again it gives
 // the same answer; after Commit or Discard, one with nothing to settle.
 func (r *Reservation) Quarantine() *Quarantined {
-	c, e := r.c, r.e
+	c, e := r.e.c, r.e
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if r.kept == nil {
-		r.kept = &Quarantined{c: c, e: e}
-		if e.phase == phaseFilling {
-			c.unname(e, phaseQuarantined)
-			c.stats.Quarantines++
-		}
+	if e.phase == phaseFilling {
+		c.unname(e, phaseQuarantined)
+		c.stats.Quarantines++
 	}
-	return r.kept
+	return &e.kept
 }
 
 // Quarantined is memory that waits for a transfer to end.
-type Quarantined struct {
-	c *Cache
-	e *entry
-}
+type Quarantined struct{ e *entry }
 
 // Settle frees it. Idempotent.
 func (q *Quarantined) Settle() {
-	c, e := q.c, q.e
+	c, e := q.e.c, q.e
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if e.phase != phaseQuarantined {

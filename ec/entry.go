@@ -32,12 +32,15 @@ type tally struct{ entries, blocks int }
 func (t *tally) add(e *entry)  { t.entries++; t.blocks += e.blocks }
 func (t *tally) take(e *entry) { t.entries--; t.blocks -= e.blocks }
 
-// entry is one key's bytes. What is set by Reserve does not change; the rest is under the cache's lock.
+// entry is one key's bytes. What is set by Reserve does not change; the rest is under the cache's lock. It is one allocation.
 type entry struct {
+	c       *Cache
 	res     Reservation // the one that fills it
+	kept    Quarantined // what becomes of it if that one gives up
 	key     string
-	spec    Spec
-	shape   [2]int64 // memory of spec.Shape
+	dtype   string
+	shape   [2]int64
+	bytes   int64
 	blocks  int
 	extents []region.Extent
 	one     [1]region.Extent // memory of extents, mostly
@@ -45,23 +48,23 @@ type entry struct {
 	gen     uint64
 	owner   uint64
 
-	phase  phase
-	class  class
-	pins   int
-	sum    uint64
-	hasSum bool
-	watch  chan struct{} // nil: nobody watches
+	phase   phase
+	class   class
+	hasSum  bool
+	planned bool  // in Cache.plan
+	heap    int32 // its place in fifo.back, from 1; 0: not there
+	pins    int32
+	holds   int32
+	sum     uint64
+	seq     uint64        // of its commit
+	queue   link[entry]   // of the eviction policy
+	watch   chan struct{} // nil: nobody watches
 
-	seq   uint64      // of its commit
-	queue link[entry] // of the eviction policy
-	heap  int         // its place in fifo.back, from 1; 0: not there
-
-	planned bool // in Cache.plan
-
-	holds          int
 	oldest, newest *hold
 	held           link[entry] // of Cache.heldOrder
 }
+
+func (e *entry) spec() Spec { return Spec{Dtype: e.dtype, Shape: e.shape[:], Bytes: e.bytes} }
 
 func (e *entry) state() State {
 	switch e.phase {
@@ -75,9 +78,22 @@ func (e *entry) state() State {
 
 func (e *entry) info() Info {
 	return Info{
-		Key: e.key, Spec: e.spec, State: e.state(), Gen: e.gen, Slot: e.slot, Extents: e.extents,
-		Pins: e.pins, Holds: e.holds, Owner: e.owner, Checksum: e.sum, HasChecksum: e.hasSum,
+		Key: e.key, Spec: e.spec(), State: e.state(), Gen: e.gen, Slot: e.slot, Extents: e.extents,
+		Pins: int(e.pins), Holds: int(e.holds), Owner: e.owner, Checksum: e.sum, HasChecksum: e.hasSum,
 	}
+}
+
+// buffers needs no lock: an entry's extents and size never change.
+func (e *entry) buffers() [][]byte {
+	left := e.bytes
+	bufs := make([][]byte, len(e.extents))
+	for i, x := range e.extents {
+		off := int64(x.Start) * e.c.blockBytes
+		n := min(int64(x.Count)*e.c.blockBytes, left)
+		bufs[i] = e.c.pool[off : off+n : off+n]
+		left -= n
+	}
+	return bufs
 }
 
 func (e *entry) classify() class {

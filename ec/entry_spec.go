@@ -30,7 +30,7 @@ type dtype struct {
 	size int64  // bytes of one element
 }
 
-// dtypes by torch's name without the prefix.
+// dtypes by torch's name, with and without its prefix.
 var dtypes = func() map[string]dtype {
 	m := make(map[string]dtype)
 	for size, names := range map[int64][]string{
@@ -41,7 +41,8 @@ var dtypes = func() map[string]dtype {
 		16: {"complex128"},
 	} {
 		for _, n := range names {
-			m[n] = dtype{"torch." + n, size}
+			d := dtype{"torch." + n, size}
+			m[n], m[d.name] = d, d
 		}
 	}
 	return m
@@ -50,7 +51,7 @@ var dtypes = func() map[string]dtype {
 // ItemSize is the size in bytes of one element of a dtype, named as torch prints it ("torch.bfloat16") or without "torch.".
 // The error wraps ErrSpec.
 func ItemSize(name string) (int, error) {
-	d, ok := dtypes[strings.TrimPrefix(name, "torch.")]
+	d, ok := dtypes[name]
 	if !ok {
 		return 0, fmt.Errorf("%w: dtype %.64q; give torch's name of one, such as torch.bfloat16", ErrSpec, name)
 	}
@@ -59,7 +60,7 @@ func ItemSize(name string) (int, error) {
 
 // checkSpec gives the spec with its dtype's full name.
 func checkSpec(s Spec) (Spec, error) {
-	d, ok := dtypes[strings.TrimPrefix(s.Dtype, "torch.")]
+	d, ok := dtypes[s.Dtype]
 	if !ok {
 		_, err := ItemSize(s.Dtype)
 		return s, err

@@ -50,8 +50,8 @@ func (f *fifo) putBack(e *entry) {
 		return
 	}
 	f.back = append(f.back, e)
-	e.heap = len(f.back)
-	f.up(e.heap - 1)
+	e.heap = int32(len(f.back))
+	f.up(len(f.back) - 1)
 }
 
 func (f *fifo) remove(e *entry) {
@@ -62,7 +62,7 @@ func (f *fifo) remove(e *entry) {
 	if e.heap == 0 {
 		return
 	}
-	i, last := e.heap-1, len(f.back)-1
+	i, last := int(e.heap)-1, len(f.back)-1
 	f.swap(i, last)
 	f.back[last] = nil
 	f.back = f.back[:last]
@@ -75,7 +75,7 @@ func (f *fifo) remove(e *entry) {
 
 func (f *fifo) swap(i, j int) {
 	f.back[i], f.back[j] = f.back[j], f.back[i]
-	f.back[i].heap, f.back[j].heap = i+1, j+1
+	f.back[i].heap, f.back[j].heap = int32(i+1), int32(j+1)
 }
 
 func (f *fifo) up(i int) {

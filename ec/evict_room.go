@@ -164,6 +164,10 @@ func (c *Cache) runAround(seed *entry, n, limit int) bool {
 	if best <= 0 {
 		return false
 	}
+	if len(seed.extents) == 1 && seed.blocks >= n {
+		c.planOn(seed)
+		return true
+	}
 	var left, right []*entry
 	for _, x := range seed.extents {
 		need := n - int(x.Count)
