@@ -197,7 +197,7 @@ func (e *engines) welcome(id uint64, peer api.Peer, h *api.Hello) (*pool, *api.W
 		Generation: e.identity.generation,
 		Pool: api.PoolInfo{
 			Group: p.group, Model: p.Model, Dtype: p.Dtype, VLLMVersion: p.VLLMVersion,
-			BlockBytes: p.BlockBytes, Blocks: p.blocks, Region: p.region.Path(), Checksums: e.sums,
+			BlockBytes: p.BlockBytes, Blocks: p.blocks, Offset: p.region.PoolOffset(), Region: p.region.Path(), Checksums: e.sums,
 		},
 	}, nil
 }

@@ -299,16 +299,19 @@ func TestABatchLargerThanAFrameIsSplit(t *testing.T) {
 
 func TestAnEngineThatDoesNotReadIsDisconnected(t *testing.T) {
 	n := startNode(t, testConfig(t, 64))
-	_, conn := byHand(t, n)
+	good := dial(t, n)
+	put(t, good, "a", 1, 1)
+	sock, _ := byHand(t, n)
 	ops := make([]api.Op, api.MaxOps)
 	for i := range ops {
-		ops[i] = api.Op{Kind: api.OpAnnounce, Key: strings.Repeat("k", 200)} // answers are longer than questions
+		ops[i] = api.Op{Kind: api.OpLookup, Key: "a"} // answers are longer than questions
 	}
-	good := dial(t, n)
-	for n.engines.counters.slow.Load() == 0 {
-		if err := conn.Send(&api.Request{Ops: ops}, api.MaxRequestFrame); err != nil {
-			break
-		}
+	frame, err := api.AppendFrame(nil, &api.Request{Ops: ops}, api.MaxRequestFrame)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for err == nil {
+		_, err = sock.Write(frame)
 	}
 	eventually(t, "it is disconnected", func() bool { return n.engines.counters.slow.Load() == 1 })
 	put(t, good, "k", 1, 1) // others are served all the while

@@ -167,13 +167,16 @@ func (s *session) background(op *api.Op, timeout time.Duration, work func(ctx co
 	}, nil
 }
 
+// push sends; if it cannot, the connection is over, and its reader learns of it.
+func (s *session) push(p *api.Push) { _ = s.conn.Send(p, api.MaxReplyFrame) }
+
 // pushLast sends the last push of a ref, which is free for reuse from then on.
 func (s *session) pushLast(p *api.Push) {
 	p.Last = true
 	s.mu.Lock()
 	delete(s.async, p.Ref)
 	s.mu.Unlock()
-	_ = s.send(p)
+	s.push(p)
 }
 
 func (s *session) cancelAsync(ref uint64) error {
@@ -258,7 +261,7 @@ func (s *session) list(op *api.Op) (start func(), err error) {
 			if ctx.Err() != nil || s.conn.Room(ctx.Done()) != nil {
 				break
 			}
-			_ = s.send(&api.Push{Ref: op.Ref, Event: api.EventListed, Entries: entries[:api.MaxListChunk]})
+			s.push(&api.Push{Ref: op.Ref, Event: api.EventListed, Entries: entries[:api.MaxListChunk]})
 			entries = entries[api.MaxListChunk:]
 		}
 		last := &api.Push{Ref: op.Ref, Event: api.EventListed, Entries: entries}

@@ -296,7 +296,7 @@ func TestAnotherUsersProcessIsDenied(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer os.RemoveAll(dir)
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
 	cfg.Socket = filepath.Join(dir, "s")
 	n := startNode(t, cfg)
 	// Even where the file lets everybody in.

@@ -161,19 +161,10 @@ func (s *session) request(m *api.Request) error {
 			begin = append(begin, start)
 		}
 	}
-	err := s.send(reply)
+	err := s.conn.Send(reply, api.MaxReplyFrame)
 	// Pushes come after the reply to what they answer.
 	for _, start := range begin {
 		start()
-	}
-	return err
-}
-
-func (s *session) send(m api.Message) error {
-	err := s.conn.Send(m, api.MaxReplyFrame)
-	if errors.Is(err, api.ErrBacklog) {
-		s.e.counters.slow.Add(1)
-		s.log.Warn("engine does not read: disconnected", "name", s.name, "pid", s.peer.PID)
 	}
 	return err
 }
@@ -182,6 +173,10 @@ func (s *session) send(m api.Message) error {
 func (s *session) finish(cause error, dead <-chan struct{}) {
 	s.cancel()
 	_ = s.conn.Close()
+	if errors.Is(s.conn.Err(), api.ErrBacklog) {
+		s.e.counters.slow.Add(1)
+		s.log.Warn("engine does not read: disconnected", "name", s.name, "pid", s.peer.PID)
+	}
 	for _, p := range s.pins {
 		p.Release()
 	}

@@ -86,7 +86,13 @@ func (s *engineSocket) open(f *os.File, fd int) error {
 // close ends the listener and takes its file away if it is still this one's.
 func (s *engineSocket) close() error {
 	err := s.UnixListener.Close()
+	if errors.Is(err, net.ErrClosed) {
+		err = nil
+	}
 	unlock, lockErr := lockDir(context.Background(), filepath.Dir(s.path))
+	if errors.Is(lockErr, os.ErrNotExist) {
+		return err // the directory went, and the file with it
+	}
 	if lockErr != nil {
 		return errors.Join(err, lockErr) // a dead socket's file does no harm: the next node replaces it
 	}

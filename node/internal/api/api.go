@@ -109,6 +109,7 @@ type PoolInfo struct {
 	VLLMVersion string
 	BlockBytes  int64
 	Blocks      int
+	Offset      int64 // of the pool in the file
 	Region      string
 	Checksums   bool
 }

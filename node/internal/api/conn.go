@@ -62,6 +62,13 @@ func (c *Conn) Close() error {
 	return c.sock.Close()
 }
 
+// Err says why nothing can be sent any more: ErrClosed after Close, ErrBacklog if the other end did not read; nil while it can.
+func (c *Conn) Err() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.err
+}
+
 // SetReceiveDeadline bounds Receive.
 func (c *Conn) SetReceiveDeadline(t time.Time) error { return c.sock.SetReadDeadline(t) }
 

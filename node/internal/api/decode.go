@@ -294,6 +294,8 @@ func (r *reader) pool(p *PoolInfo) {
 			p.BlockBytes = r.int()
 		case "blocks":
 			p.Blocks = r.int32()
+		case "offset":
+			p.Offset = r.int()
 		case "region":
 			p.Region = r.str(maxText)
 		case "checksums":

@@ -138,6 +138,7 @@ func (m *Welcome) append(b []byte) []byte {
 	p.str("vllm_version", m.Pool.VLLMVersion)
 	p.int("block_bytes", m.Pool.BlockBytes)
 	p.int("blocks", int64(m.Pool.Blocks))
+	p.int("offset", m.Pool.Offset)
 	p.str("region", m.Pool.Region)
 	p.bool("checksums", m.Pool.Checksums)
 	f.b = p.close()

@@ -31,7 +31,7 @@ func samples() []Message {
 		&Hello{Version: 1, MinVersion: 1, Name: "engine 1", Pool: "abc", Token: []byte{1, 2}, Epoch: 5},
 		&Hello{},
 		&Welcome{Version: 1, Node: "n", Epoch: 3, Conn: 4, Token: []byte{9}, PeerHost: "10.0.0.1", PeerPort: 5601, Generation: 2,
-			Pool: PoolInfo{Group: "g", Model: "m", Dtype: "torch.float16", VLLMVersion: "0.32.0", BlockBytes: 7168, Blocks: 10, Region: "/dev/shm/x", Checksums: true}},
+			Pool: PoolInfo{Group: "g", Model: "m", Dtype: "torch.float16", VLLMVersion: "0.32.0", BlockBytes: 7168, Blocks: 10, Offset: 65536, Region: "/dev/shm/x", Checksums: true}},
 		&Welcome{},
 		&Refused{Code: CodeDenied, Message: "no"},
 		&Request{ID: 1, Ops: []Op{

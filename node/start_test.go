@@ -1,0 +1,189 @@
+package node
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"testing"
+
+	"github.com/tensorferry/tensorferry/region"
+)
+
+func openFiles(t *testing.T) int {
+	t.Helper()
+	d, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(d)
+}
+
+func TestReadyIsTheContractOfTheCommandLine(t *testing.T) {
+	n := startNode(t, testConfig(t, 16))
+	b, err := json.Marshal(n.Ready())
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got map[string]any
+	if err := json.Unmarshal(b, &got); err != nil {
+		t.Fatal(err)
+	}
+	if len(got) != 7 || got["event"] != "ready" || got["peer_host"] != "127.0.0.1" || got["peer_port"].(float64) < 1 || got["pid"].(float64) != float64(os.Getpid()) {
+		t.Errorf("%s", b)
+	}
+	if _, _, err := net.SplitHostPort(got["admin"].(string)); err != nil {
+		t.Error(err)
+	}
+	for _, path := range []string{"socket", "region"} {
+		if _, err := os.Stat(got[path].(string)); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestAStartThatFailsLeavesNothing(t *testing.T) {
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer taken.Close()
+	for _, c := range []struct {
+		name   string
+		change func(*Config)
+		want   []string
+	}{
+		// C83: a bind that failed in a thread.
+		{"side channel taken", func(c *Config) { c.SideChannel = taken.Addr().String() }, []string{"side_channel", taken.Addr().String()}},
+		{"admin taken", func(c *Config) { c.Admin = taken.Addr().String() }, []string{"admin", taken.Addr().String()}},
+		{"data port taken", func(c *Config) { c.DataPort = taken.Addr().(*net.TCPAddr).Port }, []string{"planes", "tcp"}},
+		{"a plane that this build has not", func(c *Config) { c.Planes = []string{"mapped", "nixl"} }, []string{"planes", "nixl"}},
+		// C11: nobody checked the size against /dev/shm.
+		{"more than there is", func(c *Config) { c.Pools[0].ECCPUBytes = "1000TiB" }, []string{"ec_cpu_bytes", "1000TiB"}},
+		{"more than the tmpfs", func(c *Config) { c.Pools[0].ECCPUBytes = "900GiB" }, []string{"ec_cpu_bytes", "900GiB", "free"}},
+		{"no directory for the socket", func(c *Config) { c.Socket = "/no/such/dir/s" }, []string{"/no/such/dir/s"}},
+		{"the second pool too large", func(c *Config) {
+			p := c.Pools[0]
+			p.Model, p.ECCPUBytes = "other", "900GiB"
+			c.Pools = append(c.Pools, p)
+		}, []string{"900GiB"}},
+	} {
+		cfg := testConfig(t, 16)
+		c.change(&cfg)
+		files, goroutines := openFiles(t), runtime.NumGoroutine()
+		n, err := Start(testContext(t), cfg, quiet())
+		if err == nil {
+			_ = n.Close(testContext(t))
+			t.Errorf("%s: started", c.name)
+			continue
+		}
+		for _, w := range c.want {
+			if !strings.Contains(err.Error(), w) {
+				t.Errorf("%s: %q does not say %q", c.name, err, w)
+			}
+		}
+		if left, _ := os.ReadDir(cfg.ShmDir); len(left) > 0 {
+			t.Errorf("%s: left %v in shared memory", c.name, left)
+		}
+		if left, _ := os.ReadDir(filepath.Dir(cfg.Socket)); len(left) > 0 {
+			t.Errorf("%s: left %v beside the socket", c.name, left)
+		}
+		eventually(t, c.name+": descriptors and goroutines are given back", func() bool {
+			return openFiles(t) <= files && runtime.NumGoroutine() <= goroutines
+		})
+	}
+	if _, err := Start(testContext(t), func() Config { c := testConfig(t, 1); c.Pools[0].ECCPUBytes = "900GiB"; return c }(), quiet()); !errors.As(err, new(*region.SpaceError)) {
+		t.Errorf("%v; want a region.SpaceError", err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	if _, err := Start(ctx, testConfig(t, 16), quiet()); !errors.Is(err, context.Canceled) {
+		t.Errorf("a start without a context: %v", err)
+	}
+}
+
+func TestANodeThatIsClosedLeavesNothing(t *testing.T) {
+	cfg := testConfig(t, 16)
+	files, goroutines := openFiles(t), runtime.NumGoroutine()
+	n, err := Start(testContext(t), cfg, quiet())
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := dial(t, n)
+	put(t, c, "k", 2, 1)
+	if _, err := c.Reserve(testContext(t), "r", spec(2)); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if err := n.Close(testContext(t)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	<-n.Done()
+	if err := n.Err(); err != nil {
+		t.Errorf("a clean end: %v", err)
+	}
+	_ = c.Close()
+	for _, path := range []string{n.Ready().Socket, n.Ready().Region} {
+		if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("%s: %v", path, err)
+		}
+	}
+	eventually(t, "descriptors and goroutines are given back", func() bool {
+		return openFiles(t) <= files && runtime.NumGoroutine() <= goroutines
+	})
+}
+
+func TestKeepRegionLeavesTheRegionForARestart(t *testing.T) {
+	cfg := testConfig(t, 16)
+	cfg.KeepRegion = true
+	for epoch := uint64(1); epoch <= 2; epoch++ {
+		n, err := Start(testContext(t), cfg, quiet())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := n.pools[0].region.Epoch(); got != epoch {
+			t.Errorf("epoch %d, want %d", got, epoch)
+		}
+		if err := n.Close(testContext(t)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := os.Stat(n.Ready().Region); err != nil {
+			t.Error(err)
+		}
+		if _, err := os.Lstat(cfg.Socket); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("the socket: %v", err)
+		}
+	}
+	cfg.KeepRegion = false
+	startNode(t, cfg) // takes it away at its end
+}
+
+// C9, C10: ranks and instances that collided on one region.
+func TestNodesOfOneMachineShareNothingByAccident(t *testing.T) {
+	cfg := testConfig(t, 16)
+	a := startNode(t, cfg)
+	if _, err := Start(testContext(t), cfg, quiet()); !errors.Is(err, ErrSocketInUse) {
+		t.Errorf("the same socket: %v; want ErrSocketInUse", err)
+	}
+	other := cfg
+	other.Socket += "2"
+	b := startNode(t, other)
+	same := cfg
+	same.Socket += "3"
+	same.Instance = a.s.Instance
+	if _, err := Start(testContext(t), same, quiet()); !errors.Is(err, region.ErrInUse) || !strings.Contains(err.Error(), "instance") {
+		t.Errorf("the same instance: %v; want region.ErrInUse", err)
+	}
+	same.Rank = 1
+	c := startNode(t, same)
+	regions := map[string]bool{a.Ready().Region: true, b.Ready().Region: true, c.Ready().Region: true}
+	ids := map[string]bool{a.id: true, b.id: true, c.id: true}
+	if len(regions) != 3 || len(ids) != 3 {
+		t.Errorf("regions %v, ids %v", regions, ids)
+	}
+}
