@@ -163,7 +163,7 @@ func testRevoke(t *testing.T, w *world) {
 	if !w.caps.Tokens {
 		t.Skip("the plane has no tokens")
 	}
-	const n, readers = 8 << 20, 4
+	const n, readers = 5 << 20, 4
 	o := w.offer(n)
 	dsts := make([][]byte, readers)
 	for i := range dsts {
@@ -171,7 +171,7 @@ func testRevoke(t *testing.T, w *world) {
 	}
 	old, next := make([]byte, n), make([]byte, n)
 	took := w.duration(o, w.grant(o, "first", o.whole()...), dsts[0])
-	const rounds = 24
+	const rounds = 16
 	failed := 0
 	for round := range rounds {
 		Fill(next, uint64(100+round))

@@ -116,13 +116,13 @@ func testCancel(t *testing.T, w *world) {
 	if !w.caps.Cancel {
 		t.Skip("the plane cannot cancel")
 	}
-	const n = 24 << 20
+	const n = 16 << 20
 	o := w.offer(n)
 	token := w.grant(o, "all", o.whole()...)
 	dst := make([]byte, n)
 	mark := bytes.Repeat([]byte{0xa5}, n)
 	took, canceled := w.duration(o, token, dst), 0
-	const rounds = 12
+	const rounds = 8
 	for i := range rounds {
 		rd, err := o.peer.Read(t.Context(), transfer.ReadRequest{Token: token, Remote: o.whole(), Local: [][]byte{dst}})
 		if err != nil {

@@ -5,6 +5,7 @@ package transfertest
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -157,8 +158,7 @@ func Fill(b []byte, seed uint64) {
 	for ; i+8 <= len(b); i += 8 {
 		x += 0x9e3779b97f4a7c15
 		z := (x ^ x>>30) * 0xbf58476d1ce4e5b9
-		b[i], b[i+1], b[i+2], b[i+3] = byte(z), byte(z>>8), byte(z>>16), byte(z>>24)
-		b[i+4], b[i+5], b[i+6], b[i+7] = byte(z>>32), byte(z>>40), byte(z>>48), byte(z>>56)
+		binary.LittleEndian.PutUint64(b[i:], z)
 	}
 	for ; i < len(b); i++ {
 		b[i] = byte(seed) + byte(i)
