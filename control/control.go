@@ -51,12 +51,15 @@ type Options struct {
 	// HeartbeatInterval is the time between PINGs, HeartbeatTimeout how long an answer may take until the connection counts as
 	// lost, HeartbeatTTL what we ask the peer to wait for a sign of us. The TTL travels in tenths of a second, at most 6,553 s.
 	HeartbeatInterval, HeartbeatTimeout, HeartbeatTTL time.Duration
-	// MaxMessage limits a frame of an incoming message, in bytes; a larger one drops the connection (ZMQ_MAXMSGSIZE).
+	// MaxMessage limits a frame of an incoming message, in bytes; a larger one drops the connection (ZMQ_MAXMSGSIZE). libzmq has no
+	// limit to the number of frames: a peer that sends one message without end is only held by trust, or by CURVE.
 	// Default: DefaultRouterMessage for a Router, DefaultDealerMessage for a Dealer.
 	MaxMessage int64
-	// Queue limits the messages waiting per destination, and those libzmq holds per connection and direction.
+	// Queue limits the messages waiting per destination, and again those that libzmq holds for it. What comes in has no limit but that
+	// of the owner's speed: see the note at ZMQ_RCVHWM in socket.go.
 	Queue int
-	// QueueBytes limits the bytes waiting per destination. A larger body is refused with ErrTooLarge.
+	// QueueBytes limits the bytes waiting per destination, among them what libzmq holds in bodies of 8 KiB and more. A larger body is
+	// refused with ErrTooLarge.
 	QueueBytes int64
 	// ConnectTimeout limits each step of an attempt to connect, and the handshake of a peer that connects to a Router.
 	ConnectTimeout time.Duration

@@ -58,6 +58,9 @@ func (l *Loop) Dial(ctx context.Context, addr string, h DealerHandler) (*Dealer,
 	d := &Dealer{l: l, h: h, addr: addr, host: host, port: port}
 	d.alarm = alarm{m: d, index: -1}
 	err = l.post(func() {
+		if d.ended(l) {
+			return
+		}
 		l.members[d] = struct{}{}
 		l.mu.Lock()
 		d.q.flow = newFlow()
@@ -112,6 +115,9 @@ func (d *Dealer) Close() error {
 
 // release implements member.
 func (d *Dealer) release() {
+	if _, ok := d.l.members[d]; !ok {
+		return // closed before it began
+	}
 	d.disconnect()
 	d.l.alarms.stop(&d.alarm)
 	delete(d.l.members, d)

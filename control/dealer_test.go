@@ -200,7 +200,7 @@ func TestRequestsToAPeerThatDoesNotReadAreBounded(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d, h := dial(t, Options{Queue: 10}, at[len("tcp://"):])
+	d, h := dial(t, Options{Queue: 10, HeartbeatInterval: time.Hour}, at[len("tcp://"):])
 	h.next(t, "up")
 	accepted := 0
 	eventually(t, "a full queue", func() bool {

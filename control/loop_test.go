@@ -93,6 +93,7 @@ func TestCloseWhileBusyEndsEverythingAndIsIdempotent(t *testing.T) {
 						return
 					}
 					other.Close()
+					client.call(context.Background(), func() error { return nil }) // no faster than it can
 				}
 			})
 		}

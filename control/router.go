@@ -15,6 +15,9 @@ import (
 const (
 	// retryBudget is how many full destinations a router tries again before it receives.
 	retryBudget = 64
+	// retryPause is the least time between two tries of all full destinations, for each of them. A try takes about 0.1 us, so that
+	// peers that do not read cost a hundredth of a core, however many.
+	retryPause = 10 * time.Microsecond
 	// retryAfter is when full destinations are tried again at the latest. libzmq wakes the loop as soon as one has room, but has no
 	// way to ask which, and takes the wake-up back if it notices the room while it sends or receives something else.
 	retryAfter = 100 * time.Millisecond
@@ -35,9 +38,11 @@ type Router struct {
 
 	// Owner only.
 	s          *socket
-	spare      []*peer // takes turns with dirty
-	blocked    []*peer // libzmq has no room for them
-	retries    int     // how many of blocked to try before the next sleep
+	spare      []*peer   // takes turns with dirty
+	blocked    []*peer   // libzmq has no room for them
+	retries    int       // how many of blocked to try before the next sleep
+	retried    time.Time // when all were to be tried last
+	early      bool      // it was too early to try again in this turn
 	alarm      alarm
 	conns      map[int]*conn // by descriptor, as the monitor reports them
 	badLog     logLimit
@@ -181,7 +186,14 @@ func (r *Router) turn() bool {
 	if r.ended(l) || !r.watchPeers() {
 		return false
 	}
-	r.retries = len(r.blocked)
+	r.early = false
+	if len(r.blocked) > 0 && r.retries == 0 {
+		if now := time.Now(); now.Before(r.nextRetry()) {
+			r.early = true
+		} else {
+			r.retries, r.retried = len(r.blocked), now
+		}
+	}
 	for budget := turnBudget; budget > 0; {
 		tried := r.flush()
 		got := 0
@@ -209,12 +221,19 @@ func (r *Router) turn() bool {
 	return true
 }
 
+func (r *Router) nextRetry() time.Time {
+	return r.retried.Add(time.Duration(len(r.blocked)) * retryPause)
+}
+
 // rest ends a turn that found nothing more to do, and says whether something came in between.
 func (r *Router) rest() bool {
-	if len(r.blocked) > 0 {
-		r.l.alarms.set(&r.alarm, time.Now().Add(retryAfter))
-	} else {
+	switch {
+	case len(r.blocked) == 0:
 		r.l.alarms.stop(&r.alarm)
+	case r.early:
+		r.l.alarms.set(&r.alarm, r.nextRetry())
+	default:
+		r.l.alarms.set(&r.alarm, time.Now().Add(retryAfter))
 	}
 	r.l.mu.Lock()
 	defer r.l.mu.Unlock()

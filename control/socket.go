@@ -50,7 +50,10 @@ func (s *socket) open(l *Loop, t zmq4.Type, v6 bool, maxMessage int64, events zm
 		s.SetLinger(0),
 		s.SetMaxmsgsize(maxMessage),
 		s.SetSndhwm(o.Queue),
-		s.SetRcvhwm(o.Queue),
+		// No limit: libzmq 4.3 aborts the process when a connection that it stopped reading, at this limit, is reset while it owes
+		// that peer an answer to a PING (its issues 4364, 4841; seen with 4.3.4). Any peer could bring that about. It also answers
+		// no PING while it has stopped. So what comes in is limited by the owner being fast, which handlers that do not block are.
+		s.SetRcvhwm(0),
 		s.SetHandshakeIvl(o.ConnectTimeout),
 		s.SetConnectTimeout(o.ConnectTimeout),
 		s.SetIpv6(v6),

@@ -1,0 +1,127 @@
+package control
+
+import (
+	"bytes"
+	"encoding/binary"
+	"io"
+	"net"
+	"testing"
+)
+
+// zmtp is a peer that speaks ZMTP 3.1 by hand (rfc.zeromq.org/spec/37), to send what libzmq never would.
+type zmtp struct {
+	net.Conn
+	t *testing.T
+}
+
+func dialZMTP(t *testing.T, addr string) zmtp {
+	t.Helper()
+	c, err := net.Dial("tcp", addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	z := zmtp{c, t}
+	greeting := make([]byte, 64) // signature, version 3.1, mechanism NULL, not a server
+	greeting[0], greeting[9], greeting[10], greeting[11] = 0xff, 0x7f, 3, 1
+	copy(greeting[12:], "NULL")
+	z.write(greeting)
+	if _, err := io.ReadFull(c, make([]byte, 64)); err != nil {
+		t.Fatal(err)
+	}
+	ready := []byte("\x05READY\x0bSocket-Type")
+	ready = append(binary.BigEndian.AppendUint32(ready, 6), "DEALER"...)
+	z.write(frame(4, ready))
+	return z
+}
+
+func (z zmtp) write(b []byte) {
+	z.t.Helper()
+	if _, err := z.Write(b); err != nil {
+		z.t.Fatal(err)
+	}
+}
+
+// frame makes a short frame; flags are 1 for more to come, 4 for a command.
+func frame(flags byte, body []byte) []byte {
+	return append([]byte{flags, byte(len(body))}, body...)
+}
+
+// held is a handler that waits in its first message.
+type held struct {
+	recorder
+	in, out chan struct{}
+	first   bool
+}
+
+func (h *held) Message(from Source, body []byte) {
+	if !h.first {
+		h.first = true
+		close(h.in)
+		<-h.out
+	}
+	routerRecorder{h.recorder}.Message(from, body)
+}
+
+func (h *held) Left(from Source) { routerRecorder{h.recorder}.Left(from) }
+
+// With a limit to what libzmq may hold for us (ZMQ_RCVHWM), this ends the process in an assertion of libzmq 4.3: a connection that is
+// reset while its input is stopped at that limit, with a PING among what was read already.
+func TestPeerThatFloodsAndResetsWhileTheOwnerIsBusyDoesNoHarm(t *testing.T) {
+	const messages = 20_000
+	h := &held{recorder: newRecorder(), in: make(chan struct{}), out: make(chan struct{})}
+	r, err := newTestLoop(t, Options{}).Listen(t.Context(), "127.0.0.1", 0, h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	z := dialZMTP(t, hostPort(r))
+	message := append(frame(1, nil), frame(0, []byte("flood"))...)
+	z.write(message)
+	<-h.in
+	ping := frame(4, []byte("\x04PING\x00\x50"))
+	z.write(bytes.Repeat(append(message, ping...), messages-1))
+	if err := z.Conn.(*net.TCPConn).SetLinger(0); err != nil {
+		t.Fatal(err)
+	}
+	z.Close() // RST
+
+	// Another peer comes by the same thread of libzmq, so that it has seen the reset by now.
+	other := newRecorder()
+	if _, err := newTestLoop(t, Options{}).Dial(t.Context(), hostPort(r), other); err != nil {
+		t.Fatal(err)
+	}
+	other.next(t, "up")
+	close(h.out)
+	for {
+		if e := <-h.c; e.what == "left" {
+			break
+		}
+	}
+}
+
+// Garbage at any point of a connection ends that connection.
+func TestGarbageEndsItsConnectionOnly(t *testing.T) {
+	r, h := listen(t, Options{})
+	d, dealer := dial(t, Options{}, hostPort(r))
+	dealer.next(t, "up")
+	for _, garbage := range [][]byte{
+		bytes.Repeat([]byte{0xff}, 1000),
+		bytes.Repeat([]byte{0}, 1000),
+		frame(4, []byte("\x04PING")),                                   // too short
+		frame(4, []byte("\x09SUBSCRIBE")),                              // not for a ROUTER
+		frame(6, bytes.Repeat([]byte{0x7f}, 8)),                        // a command of 2^63 bytes
+		append([]byte{2}, 0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0), // a message of that size
+	} {
+		z := dialZMTP(t, hostPort(r))
+		z.Write(append(garbage, make([]byte, 64)...))
+		z.Close()
+	}
+	if err := d.Send([]byte("still here")); err != nil {
+		t.Fatal(err)
+	}
+	for {
+		if e := <-h.c; e.body == "still here" {
+			return
+		}
+	}
+}
