@@ -3,6 +3,7 @@ package ec
 import (
 	"context"
 	"fmt"
+	"math/rand/v2"
 	"testing"
 
 	"github.com/tensorferry/tensorferry/region"
@@ -40,6 +41,48 @@ func BenchmarkReserveCommitEvict(b *testing.B) {
 			}
 		})
 	}
+}
+
+// BenchmarkReserveMixed is the same with sizes of 1 to 256 blocks and a tenth of the entries pinned, so that room has to be looked
+// for between pins.
+func BenchmarkReserveMixed(b *testing.B) {
+	const blocks = 1 << 16
+	c := newRegionCache(b, blocks, blocks/8, CacheOptions{})
+	rng := rand.New(rand.NewPCG(1, 2))
+	keys := benchKeys(1 << 14)
+	sizes := make([]Spec, len(keys))
+	for i := range sizes {
+		sizes[i] = spec(1 + rng.IntN(256))
+	}
+	pins := make([]*Pin, blocks/128/10)
+	i := 0
+	step := func() {
+		k := i % len(keys)
+		r, err := c.Reserve(keys[k], sizes[k], 1)
+		if err != nil {
+			b.Fatal(err)
+		}
+		if _, err := r.Commit(nil); err != nil {
+			b.Fatal(err)
+		}
+		if i%10 == 0 {
+			p := &pins[i/10%len(pins)]
+			if *p != nil {
+				(*p).Release()
+			}
+			*p = pin(b, c, keys[k])
+		}
+		i++
+	}
+	for range 4 * blocks / 128 {
+		step()
+	}
+	b.ReportAllocs()
+	for b.Loop() {
+		step()
+	}
+	s := c.Stats()
+	b.ReportMetric(100*float64(s.Fragmented)/float64(s.Commits), "%pieces")
 }
 
 func BenchmarkPinRelease(b *testing.B) {

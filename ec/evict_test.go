@@ -341,7 +341,7 @@ func TestEntriesStayWholeInAFullPool(t *testing.T) {
 		{16384, 800, 512, 1.2},
 	} {
 		t.Run(fmt.Sprint(trace), func(t *testing.T) {
-			const requests, seeds = 8_000, 4
+			const requests, seeds = 6_000, 3
 			hits, peersHits := 0, 0
 			var commits, fragmented uint64
 			for seed := range uint64(seeds) {
