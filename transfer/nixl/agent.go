@@ -1,0 +1,59 @@
+package nixl
+
+import (
+	"context"
+	"os"
+)
+
+// agent is one incarnation of a NIXL agent, in this process (engine) or in one of its own (child). Methods are safe for concurrent
+// use. Errors wrap those of package transfer.
+type agent interface {
+	// attach registers memory. An id is attached once.
+	attach(ctx context.Context, m attachment) (place, error)
+	// detach withdraws it. No READ that writes it may be in flight.
+	detach(id uint32)
+	// addPeer makes an agent known by its metadata and counts its users; each success is followed by dropPeer.
+	addPeer(ctx context.Context, metadata []byte) (peer uint64, err error)
+	dropPeer(peer uint64)
+	// read starts a READ. done is called once: from then on nothing writes the destination. It must not block.
+	read(r readOp, done func(error))
+	// attend says that notifications are likely to come soon. It never blocks.
+	attend()
+	// over is closed when nothing of the agent touches any memory any more.
+	over() <-chan struct{}
+	// end ends the agent, whatever it is doing, and returns when it is over. READs in flight fail first.
+	end()
+}
+
+// attachment is memory as an agent gets it: bytes where it runs in this process, a file to map where it does not.
+type attachment struct {
+	id       uint32
+	bytes    []byte
+	file     *os.File // nil: there is none
+	offset   int64    // of bytes[0] in file
+	writable bool     // map it for writing: file must allow it
+}
+
+// place is attached memory as peers see it.
+type place struct {
+	base     uint64 // address of its first byte in the agent's process
+	metadata []byte // the agent's, with this memory
+}
+
+// piece is a run of bytes that is contiguous at both ends.
+type piece struct {
+	memory uint32 // attached
+	offset uint64 // in it
+	remote uint64 // address in the peer's process
+	length uint64
+}
+
+// readOp is a READ by addresses.
+type readOp struct {
+	peer   uint64
+	pieces []piece
+	note   []byte // may be empty, and is sent all the same
+}
+
+// maxPieces of one READ.
+const maxPieces = 64 << 10

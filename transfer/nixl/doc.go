@@ -1,0 +1,23 @@
+// Package nixl is the data plane over NIXL (UCX and whatever other backends it has: RDMA, NVLink, TCP, shared memory). It is the
+// plane that unmodified vLLM engines speak: a registration also serves as the remote agent of such a peer (Agent), and AddPlainPeer
+// reads from one.
+//
+// # Agents
+//
+// A plane has one agent that reads, the fetch agent, and each registration has one that serves. Each incarnation of an agent has a
+// name of its own. With Options.Command the agents run in processes of their own, which the plane starts and supervises; else in
+// this process. UCX can crash its process, cannot cancel, and shows the address space of its process to every peer, so a program
+// that must live gives them their own.
+//
+//   - A fetch agent that dies costs the READs in flight, which fail with transfer.ErrPeerLost. The next one starts on demand.
+//   - A serve agent that dies is started again at once, under another name. Agent and Metadata then name the new one.
+//   - A READ cannot be canceled. Closing a peer waits Options.Drain for its READs, then ends the fetch agent under them: once its
+//     process is reaped (or its agent destroyed) nothing writes their destinations any more, and Done is closed.
+//
+// # Memory
+//
+// A destination inside memory that is registered on the same plane is written where it is. Any other destination is filled
+// through a bounce buffer in pieces.
+//
+// The plane has no tokens: whoever knows a registration's metadata can read all of it, for as long as the agent lives.
+package nixl

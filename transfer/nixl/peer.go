@@ -1,0 +1,253 @@
+package nixl
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/tensorferry/tensorferry/transfer"
+	"github.com/tensorferry/tensorferry/transfer/internal/span"
+)
+
+// peer implements transfer.Peer.
+type peer struct {
+	plane    *Plane
+	metadata []byte // the agent's
+	layout   layout
+
+	mu     sync.Mutex
+	closed bool
+	known  agent  // the fetch agent that has it
+	id     uint64 // there
+	reads  map[*read]struct{}
+	quiet  chan struct{} // closed when closed and no READ is left
+	once   sync.Once
+}
+
+// AddPeer implements transfer.Plane.
+func (p *Plane) AddPeer(ctx context.Context, metadata []byte) (transfer.Peer, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	m, err := parseMetadata(metadata)
+	if err != nil {
+		return nil, err
+	}
+	if clash(p.lastFacts(), m, os.Getenv) {
+		return nil, fmt.Errorf("%w: nixl: on one machine NIXL %s here would crash the peer's %s; use one version, or UCX_TLS=tcp", transfer.ErrUnreachable, p.lastFacts().Version, m.version)
+	}
+	return p.addPeer(ctx, m.agent, layout{length: int64(m.length), base: m.base})
+}
+
+// AddPlainPeer makes the agent of an unmodified peer readable. Its pool is len(blocks) blocks of blockBytes, block i at address
+// blocks[i] of its process; spans of READs are offsets in that pool. blocks is not kept. Errors and ownership as with AddPeer.
+func (p *Plane) AddPlainPeer(ctx context.Context, agentMetadata []byte, blocks []uint64, blockBytes int64) (transfer.Peer, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	if len(agentMetadata) > maxAgentMetadata {
+		return nil, fmt.Errorf("%w: nixl: %d bytes of agent metadata, at most %d", transfer.ErrBadRequest, len(agentMetadata), maxAgentMetadata)
+	}
+	l, err := plainLayout(blocks, blockBytes)
+	if err != nil {
+		return nil, err
+	}
+	return p.addPeer(ctx, agentMetadata, l)
+}
+
+func (p *Plane) addPeer(ctx context.Context, metadata []byte, l layout) (transfer.Peer, error) {
+	c := &peer{plane: p, metadata: slices.Clone(metadata), layout: l, reads: map[*read]struct{}{}, quiet: make(chan struct{})}
+	if _, _, err := c.handle(ctx); err != nil {
+		return nil, err
+	}
+	p.mu.Lock()
+	if p.closed {
+		p.mu.Unlock()
+		_ = c.Close()
+		return nil, fmt.Errorf("nixl: add peer: %w", transfer.ErrClosed)
+	}
+	p.peers[c] = struct{}{}
+	p.mu.Unlock()
+	return c, nil
+}
+
+// handle gives the peer on the fetch agent of now, which it adds it to if that is a new one.
+func (c *peer) handle(ctx context.Context) (agent, uint64, error) {
+	a, err := c.plane.fetch.get(ctx)
+	if err != nil {
+		return nil, 0, err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return nil, 0, fmt.Errorf("nixl: read: %w", transfer.ErrClosed)
+	}
+	if c.known == a {
+		return a, c.id, nil
+	}
+	id, err := a.addPeer(ctx, c.metadata)
+	if err != nil {
+		return nil, 0, err
+	}
+	c.known, c.id = a, id // what knew it before is over, its id with it
+	return a, id, nil
+}
+
+// Read implements transfer.Peer. A READ into memory that is not registered here is done through the bounce buffer.
+func (c *peer) Read(ctx context.Context, r transfer.ReadRequest) (transfer.Read, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	total, err := r.Check(c.layout.length)
+	if err != nil {
+		return nil, err
+	}
+	a, id, err := c.handle(ctx)
+	if err != nil {
+		return nil, err
+	}
+	locals, direct := c.plane.locate(r.Local)
+	var pieces []piece
+	var bounce *memory
+	if direct {
+		if pieces, err = c.layout.pieces(r.Remote, locals); err != nil {
+			return nil, err
+		}
+	} else if bounce, err = c.plane.bounceBuffer(); err == nil {
+		err = c.plane.fetch.attach(ctx, a, bounce)
+	}
+	if err != nil {
+		return nil, err
+	}
+	rd := &read{peer: c, agent: a, done: make(chan struct{})}
+	c.mu.Lock()
+	if c.closed {
+		c.mu.Unlock()
+		return nil, fmt.Errorf("nixl: read: %w", transfer.ErrClosed)
+	}
+	c.reads[rd] = struct{}{}
+	c.mu.Unlock()
+	note := append([]byte{}, r.Notification...) // an empty one says as much: the READ is complete
+	if direct {
+		a.read(readOp{peer: id, pieces: pieces, note: note}, rd.end)
+		return rd, nil
+	}
+	parts := span.Split(slices.Clone(r.Remote), slices.Clone(r.Local), total, int((total+bounceSlot-1)/bounceSlot))
+	go rd.staged(id, bounce, parts, note)
+	return rd, nil
+}
+
+// Close implements transfer.Peer. READs in flight get Options.Drain to end; then the fetch agent is ended, which fails every READ of
+// the plane that is in flight, and is the one sure way to end those of a peer that is frozen.
+func (c *peer) Close() error {
+	c.once.Do(func() {
+		c.mu.Lock()
+		c.closed = true
+		if len(c.reads) == 0 {
+			close(c.quiet)
+		}
+		c.mu.Unlock()
+		c.drain()
+		c.mu.Lock()
+		known, id := c.known, c.id
+		c.mu.Unlock()
+		if known != nil {
+			known.dropPeer(id)
+		}
+		c.plane.mu.Lock()
+		delete(c.plane.peers, c)
+		c.plane.mu.Unlock()
+	})
+	<-c.quiet
+	return nil
+}
+
+func (c *peer) drain() {
+	timer := time.NewTimer(c.plane.o.Drain)
+	defer timer.Stop()
+	select {
+	case <-c.quiet:
+		return
+	case <-timer.C:
+	}
+	c.mu.Lock()
+	agents := map[agent]bool{}
+	for r := range c.reads {
+		agents[r.agent] = true
+	}
+	n := len(c.reads)
+	c.mu.Unlock()
+	if n > 0 {
+		c.plane.o.Log.Warn("nixl: a peer was given up with READs in flight that do not end: the fetch agent is replaced", "reads", n, "waited", c.plane.o.Drain)
+	}
+	for a := range agents {
+		a.end()
+	}
+	<-c.quiet
+}
+
+// read implements transfer.Read.
+type read struct {
+	peer  *peer
+	agent agent
+	done  chan struct{}
+	err   error // set before done is closed
+}
+
+// Done implements transfer.Read.
+func (r *read) Done() <-chan struct{} { return r.done }
+
+// Err implements transfer.Read.
+func (r *read) Err() error { return r.err }
+
+// Cancel implements transfer.Read: NIXL cannot.
+func (r *read) Cancel() {}
+
+// end is called once.
+func (r *read) end(err error) {
+	r.err = err
+	close(r.done)
+	c := r.peer
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.reads, r)
+	if c.closed && len(c.reads) == 0 {
+		close(c.quiet)
+	}
+}
+
+// staged reads part by part into a slot of the bounce buffer, and copies from there.
+func (r *read) staged(id uint64, bounce *memory, parts []span.Part, note []byte) {
+	r.end(func() error {
+		var slot []byte
+		select {
+		case slot = <-bounce.slots:
+		case <-r.agent.over():
+			return errEnded
+		}
+		ended := make(chan error, 1)
+		defer func() { bounce.slots <- slot }()
+		for i, part := range parts {
+			op := readOp{peer: id}
+			var err error
+			if op.pieces, err = r.peer.layout.pieces(part.Remote, []local{{bounce.id, bounce.offsetOf(slot), uint64(part.Bytes)}}); err != nil {
+				return err
+			}
+			if i == len(parts)-1 {
+				op.note = note
+			}
+			r.agent.read(op, func(err error) { ended <- err })
+			if err := <-ended; err != nil {
+				return err
+			}
+			from := slot
+			for _, to := range part.Local {
+				from = from[copy(to, from):]
+			}
+		}
+		return nil
+	}())
+}

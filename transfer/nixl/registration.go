@@ -1,0 +1,268 @@
+package nixl
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/tensorferry/tensorferry/region"
+	"github.com/tensorferry/tensorferry/transfer"
+)
+
+// Registration is memory on offer, with the agent that serves it. It implements transfer.Registration.
+type Registration struct {
+	plane  *Plane
+	memory *memory
+	notify func(transfer.Notification)
+	ctx    context.Context // ends with the registration
+	cancel context.CancelFunc
+	keeper sync.WaitGroup
+
+	cur atomic.Pointer[incarnation] // nil: none is up
+
+	mu       sync.Mutex
+	closed   bool
+	grants   map[string]struct{}
+	last     []byte // metadata, of the last incarnation
+	old      map[*incarnation]struct{}
+	attended time.Time
+	rotating sync.Mutex
+}
+
+// incarnation is one agent that serves.
+type incarnation struct {
+	agent   agent
+	place   place
+	started time.Time
+}
+
+func newRegistration(ctx context.Context, p *Plane, m *memory, notify func(transfer.Notification)) (*Registration, error) {
+	r := &Registration{
+		plane: p, memory: m, notify: notify,
+		grants: map[string]struct{}{}, old: map[*incarnation]struct{}{},
+	}
+	r.ctx, r.cancel = context.WithCancel(context.Background())
+	i, err := r.start(ctx)
+	if err != nil {
+		r.cancel()
+		return nil, err
+	}
+	r.install(i)
+	if err := p.fetch.attach(ctx, nil, m); err != nil {
+		r.cancel()
+		i.agent.end()
+		return nil, fmt.Errorf("nixl: make the memory a destination: %w", err)
+	}
+	r.keeper.Go(r.keep)
+	return r, nil
+}
+
+// start makes an incarnation that serves the memory.
+func (r *Registration) start(ctx context.Context) (*incarnation, error) {
+	a, err := r.plane.start(ctx, roleServe, r.notified)
+	if err != nil {
+		return nil, fmt.Errorf("nixl: the serve agent did not start: %w", err)
+	}
+	ctx, cancel := context.WithTimeout(ctx, r.plane.o.StartTimeout)
+	defer cancel()
+	// Read-only where that can be registered: then no peer can write it.
+	pl, err := a.attach(ctx, r.memory.attachment(false))
+	if err != nil && r.memory.writable != nil {
+		r.plane.o.Log.Info("nixl: the memory cannot be served from a read-only mapping, so peers could write it", "err", err)
+		pl, err = a.attach(ctx, r.memory.attachment(true))
+	}
+	if err == nil && len(pl.metadata) > maxAgentMetadata {
+		err = fmt.Errorf("%w: nixl: %d bytes of agent metadata, at most %d", transfer.ErrBadRequest, len(pl.metadata), maxAgentMetadata)
+	}
+	if err != nil {
+		a.end()
+		return nil, err
+	}
+	return &incarnation{a, pl, time.Now()}, nil
+}
+
+// install makes i the one that is handed out.
+func (r *Registration) install(i *incarnation) {
+	md := registrationMetadata{
+		base: i.place.base, length: uint64(len(r.memory.bytes)), version: r.plane.lastFacts().Version, boot: bootID(), agent: i.place.metadata,
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.last = md.append(nil)
+	r.cur.Store(i)
+}
+
+// notified takes what the library delivers.
+func (r *Registration) notified(message []byte) {
+	if r.notify != nil {
+		r.notify(transfer.Notification{Message: message})
+	}
+}
+
+// keep starts the agent again when it has died.
+func (r *Registration) keep() {
+	var b backoff
+	for {
+		i := r.cur.Load()
+		select {
+		case <-r.ctx.Done():
+			return
+		case <-i.agent.over():
+		}
+		if !r.cur.CompareAndSwap(i, nil) {
+			continue // it was rotated, and was a former one when it ended
+		}
+		r.plane.o.Log.Error("nixl: the serve agent died and is started again; READs of peers fail until they have its new metadata")
+		b.ended(i.started)
+		for r.cur.Load() == nil {
+			select {
+			case <-r.ctx.Done():
+				return
+			case <-time.After(time.Until(b.until)):
+			}
+			if err := r.again(); err != nil {
+				b.failed()
+				r.plane.o.Log.Error("nixl: the serve agent did not start again", "err", err, "failures", b.failures)
+			}
+		}
+	}
+}
+
+func (r *Registration) again() error {
+	r.rotating.Lock()
+	defer r.rotating.Unlock()
+	if r.cur.Load() != nil {
+		return nil
+	}
+	i, err := r.start(r.ctx)
+	if err == nil {
+		r.install(i)
+	}
+	return err
+}
+
+// attendEvery bounds how often the agent is told that notifications are to be expected.
+const attendEvery = 200 * time.Millisecond
+
+// Agent is what an unmodified peer adds as a remote agent, and the address of the memory's first byte in the agent's process. Each
+// call says that a peer is about to be told, so that its notification is looked for more often for a while. metadata is nil while
+// there is no agent. gone is closed when the agent is over: no READ of a peer that was told this metadata can read anything any
+// more. It never blocks.
+func (r *Registration) Agent() (metadata []byte, base uint64, gone <-chan struct{}) {
+	i := r.cur.Load()
+	if i == nil {
+		return nil, 0, nil
+	}
+	now := time.Now()
+	r.mu.Lock()
+	due := now.Sub(r.attended) >= attendEvery
+	if due {
+		r.attended = now
+	}
+	r.mu.Unlock()
+	if due {
+		i.agent.attend()
+	}
+	return i.place.metadata, i.place.base, i.agent.over()
+}
+
+// Rotate starts another incarnation of the agent and hands it out from now on. The former one goes on serving peers that know it
+// until the caller ends it with end, which returns when nothing can be read by it any more; its gone is closed then. A vLLM engine
+// whose READ meets a dead agent that it knows ends, so end must wait until no such engine will post one: each has completed a READ on the
+// new incarnation, or is gone. Close ends the former ones too.
+func (r *Registration) Rotate(ctx context.Context) (end func(), err error) {
+	r.rotating.Lock()
+	defer r.rotating.Unlock()
+	next, err := r.start(ctx)
+	if err != nil {
+		return nil, err
+	}
+	r.mu.Lock()
+	if r.closed {
+		r.mu.Unlock()
+		next.agent.end()
+		return nil, fmt.Errorf("nixl: rotate: %w", transfer.ErrClosed)
+	}
+	r.mu.Unlock()
+	former := r.cur.Load()
+	r.install(next)
+	if former == nil {
+		return func() {}, nil
+	}
+	r.mu.Lock()
+	r.old[former] = struct{}{}
+	r.mu.Unlock()
+	return func() {
+		former.agent.end()
+		r.mu.Lock()
+		delete(r.old, former)
+		r.mu.Unlock()
+	}, nil
+}
+
+// Metadata implements transfer.Registration. It is constant while the incarnation of the agent is.
+func (r *Registration) Metadata() []byte {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.last
+}
+
+// Grant implements transfer.Registration. The plane has no tokens: it only keeps the names.
+func (r *Registration) Grant(id string, spans []region.Span) ([]byte, error) {
+	if err := transfer.CheckGrant(id, spans, int64(len(r.memory.bytes))); err != nil {
+		return nil, err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return nil, fmt.Errorf("nixl: grant %q: %w", id, transfer.ErrClosed)
+	}
+	if _, live := r.grants[id]; live {
+		return nil, fmt.Errorf("%w: nixl: grant %q is live", transfer.ErrBadRequest, id)
+	}
+	r.grants[id] = struct{}{}
+	return nil, nil
+}
+
+// Revoke implements transfer.Registration. It promises nothing about READs: only the end of the agent does (see Agent).
+func (r *Registration) Revoke(id string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.grants, id)
+}
+
+// Close implements transfer.Registration. It ends the agent, so no byte of the memory is read after it returns, and no byte of it is
+// a destination any more: READs into it must have ended before.
+func (r *Registration) Close() error {
+	r.stop()
+	r.plane.removeMemory(r.memory)
+	r.plane.mu.Lock()
+	delete(r.plane.regs, r)
+	r.plane.mu.Unlock()
+	return nil
+}
+
+// stop ends all its agents. Idempotent; a second call waits for the first.
+func (r *Registration) stop() {
+	r.mu.Lock()
+	r.closed = true
+	r.mu.Unlock()
+	r.cancel()
+	r.keeper.Wait()
+	r.rotating.Lock()
+	defer r.rotating.Unlock()
+	if i := r.cur.Load(); i != nil {
+		i.agent.end()
+	}
+	r.mu.Lock()
+	var old []*incarnation
+	for i := range r.old {
+		old = append(old, i)
+	}
+	r.mu.Unlock()
+	for _, i := range old {
+		i.agent.end()
+	}
+}
