@@ -134,11 +134,11 @@ type ConsumerOptions struct {
 }
 
 // PlainReader is implemented by a Plane that can READ from unmodified peers, whose acks bear an agent's metadata and a
-// descriptor of the whole region, one triple a block in order, in place of a plane offer.
+// descriptor of the whole region in place of a plane offer.
 type PlainReader interface {
-	// AddPlainPeer makes such an agent readable. Spans of READs are offsets in its pool: block i is at i x the block size.
-	// memDescriptor is not validated before. Errors and ownership as with Plane.AddPeer.
-	AddPlainPeer(ctx context.Context, agentMetadata, memDescriptor []byte) (transfer.Peer, error)
+	// AddPlainPeer makes such an agent readable. Its pool is len(blocks) blocks of blockBytes, block i at address blocks[i] of
+	// its process; spans of READs are offsets in that pool. Errors and ownership as with Plane.AddPeer.
+	AddPlainPeer(ctx context.Context, agentMetadata []byte, blocks []uint64, blockBytes int64) (transfer.Peer, error)
 }
 
 // conn is what a Consumer needs of a control.Dealer.

@@ -42,11 +42,31 @@ func (f *flight) routes() []route {
 		if pr, ok := plane.(PlainReader); ok {
 			a := f.granted.ack
 			rs = append(rs, route{plane, a.AgentMetadata, nil, func(ctx context.Context) (transfer.Peer, error) {
-				return pr.AddPlainPeer(ctx, a.AgentMetadata, a.MemDescriptor)
+				return f.c.addPlain(ctx, pr, a)
 			}})
 		}
 	}
 	return rs
+}
+
+// maxRegionBlocks is what fits into the largest ack.
+const maxRegionBlocks = wire.MaxFrame / 14
+
+// addPlain adds a plain peer's agent, after a look at its descriptor. A peer leaves that out where it thinks that the agent is known.
+func (c *Consumer) addPlain(ctx context.Context, pr PlainReader, a *wire.Ack) (transfer.Peer, error) {
+	d, err := wire.DecodeMemDescriptor(a.MemDescriptor, maxRegionBlocks)
+	if err != nil {
+		return nil, fmt.Errorf("%w: memory descriptor of %d bytes for an agent that is new here: %w", ErrBadAck, len(a.MemDescriptor), err)
+	}
+	block := c.o.Compat.BlockBytes
+	addrs := make([]uint64, len(d))
+	for i, b := range d {
+		if b.Size != uint64(block) || b.Device != 0 {
+			return nil, fmt.Errorf("%w: block %d has %d bytes on device %d, want %d on device 0", ErrBadAck, i, b.Size, b.Device, block)
+		}
+		addrs[i] = b.Addr
+	}
+	return pr.AddPlainPeer(ctx, a.AgentMetadata, addrs, block)
 }
 
 // best is the route with the fewest failures so far.

@@ -1,7 +1,6 @@
 package ec
 
 import (
-	"bytes"
 	"container/list"
 	"crypto/rand"
 	"encoding/hex"
@@ -34,7 +33,7 @@ type grantKey struct {
 // READ's notification (plain peers), or by its lease (own peers only).
 //
 // Plain peers re-check nothing and may READ at any time after an ack, so no clock frees what they were granted: their grant is
-// burned when its lease ends, which only counts it.
+// burned when its lease ends, which only counts it. It ends with the agent that its acks named, if no notification comes.
 type grant struct {
 	grantKey
 	id      string
@@ -44,6 +43,7 @@ type grant struct {
 	conn    string // routing id of the connection that asked last
 	source  string
 	burned  bool
+	told    []*incarnation // plain: of the agent, by acks for this grant
 	offers  []wire.PlaneOffer
 	revoke  []transfer.Registration
 	expires time.Time
@@ -66,7 +66,7 @@ type grantTable struct {
 
 // plainSession is what decides whether an ack to a plain peer carries the descriptor of the whole region.
 type plainSession struct {
-	agent       []byte // metadata of the agent incarnation that the counts below are about
+	agent       *incarnation // that the counts below are about
 	descriptors int
 	read        bool // a READ is complete, so the peer has the agent and its descriptor
 	grants      int
@@ -203,10 +203,10 @@ func (t *grantTable) plainSession(session string) *plainSession {
 }
 
 // descriptorDue decides whether an ack to that session must carry the descriptor, and counts it if so.
-func (t *grantTable) descriptorDue(session string, agent []byte) bool {
+func (t *grantTable) descriptorDue(session string, agent *incarnation) bool {
 	s := t.plainSession(session)
-	if !bytes.Equal(s.agent, agent) {
-		s.agent, s.descriptors, s.read = bytes.Clone(agent), 0, false
+	if s.agent != agent {
+		s.agent, s.descriptors, s.read = agent, 0, false
 	}
 	if s.read || s.descriptors >= maxDescriptors {
 		return false

@@ -38,15 +38,6 @@ type ServedPool struct {
 	Planes []transfer.Plane // by preference
 }
 
-// PlainServer is implemented by a Registration that unmodified peers, which know no `ferry` map, can READ: a NIXL agent.
-// Both methods are called on the control goroutine and must not block.
-type PlainServer interface {
-	// AgentMetadata is what such a peer adds as a remote agent. It differs from one agent incarnation to the next.
-	AgentMetadata() []byte
-	// MemDescriptor describes every block of the pool, in order. The caller does not change it.
-	MemDescriptor() []byte
-}
-
 // messenger is what a Producer needs of a control.Router.
 type messenger interface {
 	Send(id string, body []byte) error
@@ -67,7 +58,9 @@ type servedPool struct {
 	offerings []offering
 	plain     PlainServer // nil: no plane of this pool speaks to plain peers
 
-	// Under the producer's lock: what is granted of this pool, in all and by source.
+	// Under the producer's lock: the agent that plain peers were told of last, and what is granted of this pool, in all and by
+	// source.
+	agent    *incarnation
 	total    usage
 	bySource map[string]usage
 }
@@ -90,7 +83,9 @@ type Producer struct {
 	stats  ProducerStats
 	closed bool
 
-	reaper *reaper
+	reaper   *reaper
+	closing  chan struct{}
+	watchers sync.WaitGroup // of agents
 }
 
 // NewProducer registers the pools with their planes. Registrations are undone if it fails.
@@ -108,12 +103,13 @@ func NewProducer(ctx context.Context, o ProducerOptions) (*Producer, error) {
 		return nil, fmt.Errorf("ec: shares of grants %v and %v: want 0 to 1", o.SourceShare, o.TotalShare)
 	}
 	p := &Producer{
-		o:      o,
-		lease:  o.Timeouts.WithDefaults().GrantLease,
-		log:    newThrottledLog(o.Log),
-		pools:  map[string]*servedPool{},
-		grants: newGrantTable(),
-		reaper: newReaper(),
+		o:       o,
+		lease:   o.Timeouts.WithDefaults().GrantLease,
+		log:     newThrottledLog(o.Log),
+		pools:   map[string]*servedPool{},
+		grants:  newGrantTable(),
+		reaper:  newReaper(),
+		closing: make(chan struct{}),
 	}
 	for _, sp := range o.Pools {
 		if err := p.register(ctx, sp); err != nil {
@@ -229,6 +225,9 @@ func (p *Producer) grant(from control.Source, r *wire.Request, pool *servedPool,
 	}
 	id := grantKey{pool, !own, r.Session, r.Key}
 	if g := p.grants.byKey[id]; g != nil {
+		if g.plain && p.agent(pool) == nil {
+			return nil, wire.NackNotReady
+		}
 		p.grants.renew(g, from.ID, time.Now().Add(p.lease))
 		p.arm()
 		p.stats.Renewals++
@@ -271,10 +270,11 @@ func (p *Producer) offer(from control.Source, r *wire.Request, g *grant) wire.St
 	g.id = newGrantID()
 	if g.plain {
 		if g.pool.plain == nil {
-			p.stats.PlainRefused++
-			p.log.warn("plain", from.Addr, "a peer without the ferry extension asks, but no data plane here can serve it: answered NACK_INTERNAL",
-				"key", r.Key, "planes", g.pool.planes(), "fix", "start this node with the nixl plane, or use Tensorferry's connector on the other end")
+			p.refusePlain(from, r, g.pool)
 			return wire.NackInternal
+		}
+		if p.agent(g.pool) == nil {
+			return wire.NackNotReady // it is being started again
 		}
 		return wire.OK
 	}
@@ -308,15 +308,7 @@ func (p *Producer) offer(from control.Source, r *wire.Request, g *grant) wire.St
 func (p *Producer) fill(ack *wire.Ack, g *grant, r *wire.Request) {
 	ack.Session = g.session
 	if g.plain {
-		for _, e := range g.info.Extents {
-			for b := e.Start; b < e.Start+e.Count; b++ {
-				ack.Blocks = append(ack.Blocks, b)
-			}
-		}
-		ack.AgentMetadata = g.pool.plain.AgentMetadata()
-		if p.grants.descriptorDue(g.session, ack.AgentMetadata) {
-			ack.MemDescriptor = g.pool.plain.MemDescriptor()
-		}
+		p.fillPlain(ack, g)
 		return
 	}
 	f := ack.Ferry
@@ -439,6 +431,8 @@ func (p *Producer) Close() error {
 	ended := p.grants.removeAll()
 	p.mu.Unlock()
 
+	close(p.closing)
+	p.watchers.Wait()
 	p.reaper.add(ended...)
 	p.reaper.close()
 	var errs []error

@@ -26,6 +26,7 @@ type agent struct {
 	all    *agents
 	name   string
 	memory []byte
+	gone   chan struct{}
 	notify func(transfer.Notification)
 }
 
@@ -36,7 +37,7 @@ func (p *agents) Close() error                        { return nil }
 func (p *agents) Register(_ context.Context, m transfer.Memory, notify func(transfer.Notification)) (transfer.Registration, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	a := &agent{all: p, name: fmt.Sprint("agent-", len(p.byName)), memory: m.Bytes, notify: notify}
+	a := &agent{all: p, name: fmt.Sprint("agent-", len(p.byName)), memory: m.Bytes, gone: make(chan struct{}), notify: notify}
 	if p.byName == nil {
 		p.byName = map[string]*agent{}
 	}
@@ -48,24 +49,26 @@ func (p *agents) AddPeer(context.Context, []byte) (transfer.Peer, error) {
 	return nil, transfer.ErrUnreachable
 }
 
-func (p *agents) AddPlainPeer(_ context.Context, metadata, descriptor []byte) (transfer.Peer, error) {
+func (p *agents) AddPlainPeer(_ context.Context, metadata []byte, blocks []uint64, blockBytes int64) (transfer.Peer, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	a := p.byName[string(metadata)]
 	if a == nil {
 		return nil, transfer.ErrUnreachable
 	}
-	if d, err := wire.DecodeMemDescriptor(descriptor, 1<<20); err != nil || len(d) != len(a.memory)/testBlock {
-		return nil, fmt.Errorf("%w: descriptor of %d bytes: %w", transfer.ErrBadRequest, len(descriptor), err)
+	if len(blocks) != len(a.memory)/testBlock || blockBytes != testBlock || blocks[1] != 4096+testBlock {
+		return nil, fmt.Errorf("%w: %d blocks of %d bytes", transfer.ErrBadRequest, len(blocks), blockBytes)
 	}
 	p.added++
 	return &agentPeer{a}, nil
 }
 
-func (a *agent) Metadata() []byte      { return []byte(a.name) }
-func (a *agent) AgentMetadata() []byte { return []byte(a.name) }
-func (a *agent) MemDescriptor() []byte {
-	return wire.AppendMemDescriptor(nil, 4096, len(a.memory)/testBlock, testBlock)
+func (a *agent) Metadata() []byte { return []byte(a.name) }
+func (a *agent) Agent() ([]byte, uint64, <-chan struct{}) {
+	if a.name == "" {
+		return nil, 0, nil
+	}
+	return []byte(a.name), 4096, a.gone
 }
 func (a *agent) Grant(string, []region.Span) ([]byte, error) { return nil, nil }
 func (a *agent) Revoke(string)                               {}
@@ -102,6 +105,17 @@ func (s *stand) plain(key string) *wire.Request {
 	r := s.request(key)
 	r.Ferry = nil
 	return r
+}
+
+func TestAPlainPeersRequestIsCheckedBeforeAnAgentIsLookedFor(t *testing.T) {
+	s := newStand(t, 16, nil) // no plane for plain peers
+	save(t, s.cache, "ready", 1)
+	defer reserve(t, s.cache, "filling", 1).Discard()
+	for key, want := range map[string]wire.Status{"absent": wire.NackMissing, "filling": wire.NackNotReady, "ready": wire.NackInternal} {
+		if a := s.ask(s.plain(key)); a.Status != want || a.Ferry != nil {
+			t.Errorf("%s: answered %+v, want %v", key, a, want)
+		}
+	}
 }
 
 func TestAPlainPeerGetsBlocksAgentAndDescriptor(t *testing.T) {
@@ -150,6 +164,38 @@ func TestNoClockFreesWhatAPlainPeerWasGranted(t *testing.T) {
 		info, _ := s.cache.Lookup("img")
 		if st := s.producer.Stats(); st.Grants != 0 || st.Notified != 1 || info.Pins != 0 || info.Holds != 0 {
 			t.Errorf("counted %+v; %d pins, %d holds", st, info.Pins, info.Holds)
+		}
+	})
+}
+
+func TestTheEndOfTheAgentFreesWhatOnlyItCouldServe(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, plane := plainStand(t, 16)
+		a := plane.byName["agent-0"]
+		for _, k := range []string{"old", "both", "new"} {
+			save(t, s.cache, k, 2)
+		}
+		s.ask(s.plain("old"))
+		s.ask(s.plain("both"))
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		first := a.gone
+		a.name = ""
+		if got := s.ask(s.plain("new")); got.Status != wire.NackNotReady {
+			t.Errorf("without an agent: %v", got.Status)
+		}
+		a.name, a.gone = "agent-1", make(chan struct{})
+		s.ask(s.plain("both"))
+		s.ask(s.plain("new"))
+		close(first)
+		synctest.Wait()
+		for k, want := range map[string]int{"old": 0, "both": 1, "new": 1} {
+			if i, _ := s.cache.Lookup(k); i.Pins != want {
+				t.Errorf("%s has %d pins, want %d", k, i.Pins, want)
+			}
+		}
+		if st := s.producer.Stats(); st.AgentGone != 1 || st.Grants != 2 || st.Burned != 0 {
+			t.Errorf("counted %+v", st)
 		}
 	})
 }
@@ -220,7 +266,7 @@ func TestAConsumerReadsFromAPlainPeer(t *testing.T) {
 				}
 			}
 			if !described {
-				a.MemDescriptor = reg.(PlainServer).MemDescriptor()
+				a.MemDescriptor = wire.AppendMemDescriptor(nil, 4096, 64, testBlock)
 				described = true
 			}
 			return []*wire.Ack{a}

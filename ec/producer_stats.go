@@ -12,6 +12,7 @@ type ProducerStats struct {
 	VerifiesOK     uint64 // own peers whose READ was of the granted bytes
 	VerifiesFailed uint64 // own peers that were told to read again
 	Notified       uint64 // plain peers' READs complete
+	AgentGone      uint64 // grants of plain peers that ended with the agent that served them
 	LetGo          uint64 // grants given up before a READ was complete
 	BadFrames      uint64 // frames and notifications that were dropped
 	Capped         uint64 // requests over a limit, answered MISSING

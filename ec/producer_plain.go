@@ -1,0 +1,99 @@
+package ec
+
+import (
+	"slices"
+
+	"github.com/tensorferry/tensorferry/control"
+	"github.com/tensorferry/tensorferry/ec/wire"
+)
+
+// PlainServer is implemented by a Registration that unmodified peers, which know no `ferry` map, can READ: a NIXL agent.
+type PlainServer interface {
+	// Agent is what such a peer adds as a remote agent, and the address of the memory's first byte in the agent's process.
+	// metadata differs from one incarnation of the agent to the next, and is nil while there is none. gone is closed when the
+	// incarnation is over: no READ of a peer that was told this metadata can read anything any more.
+	// It is called on the control goroutine and does not block.
+	Agent() (metadata []byte, base uint64, gone <-chan struct{})
+}
+
+// refusePlain says why a plain peer is not served.
+func (p *Producer) refusePlain(from control.Source, r *wire.Request, pool *servedPool) {
+	p.stats.PlainRefused++
+	p.log.warn("plain", from.Addr, "a peer without the ferry extension asks, but no data plane here can serve it: answered NACK_INTERNAL",
+		"key", r.Key, "planes", pool.planes(), "fix", "start this node with the nixl plane, or use Tensorferry's connector on the other end")
+}
+
+// incarnation is one life of the agent that serves plain peers.
+type incarnation struct {
+	metadata   []byte
+	descriptor []byte // of the whole pool
+	gone       <-chan struct{}
+}
+
+func (i *incarnation) over() bool {
+	select {
+	case <-i.gone:
+		return true
+	default:
+		return false
+	}
+}
+
+// agent gives the incarnation that serves now, or nil. Called with the lock held.
+func (p *Producer) agent(pool *servedPool) *incarnation {
+	metadata, base, gone := pool.plain.Agent()
+	if metadata == nil {
+		return nil
+	}
+	if i := pool.agent; i != nil && slices.Equal(i.metadata, metadata) {
+		return i
+	}
+	i := &incarnation{
+		metadata:   metadata,
+		descriptor: wire.AppendMemDescriptor(nil, base, pool.blocks, pool.compat.BlockBytes),
+		gone:       gone,
+	}
+	pool.agent = i
+	p.watchers.Go(func() {
+		select {
+		case <-i.gone:
+			p.agentGone(pool)
+		case <-p.closing:
+		}
+	})
+	return i
+}
+
+// agentGone ends the grants of plain peers that were told of no incarnation but such as are over: a late READ can only fail.
+func (p *Producer) agentGone(pool *servedPool) {
+	var ended []*grant
+	p.mu.Lock()
+	for _, g := range p.grants.byID {
+		if g.plain && g.pool == pool && !slices.ContainsFunc(g.told, func(i *incarnation) bool { return !i.over() }) {
+			p.grants.remove(g)
+			p.stats.AgentGone++
+			ended = append(ended, g)
+		}
+	}
+	p.mu.Unlock()
+	p.reaper.add(ended...)
+}
+
+// fillPlain writes what an OK ack to a plain peer says: of the agent that was there when the grant was made or renewed. Called
+// with the lock held.
+func (p *Producer) fillPlain(ack *wire.Ack, g *grant) {
+	agent := g.pool.agent
+	for _, e := range g.info.Extents {
+		for b := e.Start; b < e.Start+e.Count; b++ {
+			ack.Blocks = append(ack.Blocks, b)
+		}
+	}
+	ack.AgentMetadata = agent.metadata
+	if p.grants.descriptorDue(g.session, agent) {
+		ack.MemDescriptor = agent.descriptor
+	}
+	g.told = slices.DeleteFunc(g.told, (*incarnation).over)
+	if !slices.Contains(g.told, agent) {
+		g.told = append(g.told, agent)
+	}
+}
