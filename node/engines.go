@@ -20,6 +20,7 @@ import (
 // Limits of the engine API's server.
 const (
 	maxSessions  = 1024
+	maxName      = 128 // bytes of an engine's name in logs and lists
 	helloTimeout = 5 * time.Second
 	writeStall   = 10 * time.Second // an engine that reads nothing for so long is disconnected
 	backlogBytes = 32 << 20         // or that leaves so much unread

@@ -206,7 +206,7 @@ func (s *session) fetch(op *api.Op) (start func(), err error) {
 			Bytes: res.Bytes, Plane: res.Plane, ElapsedUS: res.Elapsed.Microseconds(),
 		}
 		if res.Err != nil {
-			p.Code, p.Message = api.CodeOf(res.Err), res.Err.Error()
+			p.Message = res.Err.Error()
 		}
 		if res.Outcome == ec.FetchReady {
 			p.Info = &res.Info

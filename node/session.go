@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -99,7 +100,7 @@ func (s *session) greet() error {
 	if err := s.conn.SetReceiveDeadline(time.Time{}); err != nil {
 		return err
 	}
-	s.name = hello.Name
+	s.name = strings.ToValidUTF8(hello.Name[:min(len(hello.Name), maxName)], "")
 	pool, welcome, refused := s.e.welcome(s.id, peer, hello)
 	if refused != nil {
 		return s.refuse(refused)

@@ -165,7 +165,7 @@ type Event uint8
 // The events.
 const (
 	EventUnknown Event = iota // of a later version: ignored
-	EventFetched              // Outcome, Code, Message, Info, Bytes, Plane, ElapsedUS
+	EventFetched              // Outcome, Message, Info, Bytes, Plane, ElapsedUS
 	EventWaited               // Code: CodeOK (ready, Info) or why not
 	EventListed               // Entries
 	events
