@@ -16,6 +16,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/ec"
 	"github.com/tensorferry/tensorferry/ec/wire"
+	"github.com/tensorferry/tensorferry/transfer/nixl"
 )
 
 // ErrConfig is wrapped by every error about the configuration. The text names the key, the value and what to do.
@@ -55,6 +56,7 @@ type Config struct {
 	Checksums   bool          `koanf:"checksums"`   // keep and verify xxh3 of every entry
 	Pools       []PoolConfig  `koanf:"pools"`       // one pool: its keys may stand at the top level instead
 	Timeouts    TimeoutConfig `koanf:"timeouts"`
+	NIXL        NIXLConfig    `koanf:"nixl"`
 	HoldShare   float64       `koanf:"hold_share"` // part of a pool that announced entries may keep from eviction
 }
 
@@ -66,6 +68,16 @@ type PoolConfig struct {
 	BlockBytes  int64  `koanf:"block_bytes"`
 	VLLMVersion string `koanf:"vllm_version"`
 	Slots       int    `koanf:"slots"` // entries at most; 0: as many as blocks
+}
+
+// NIXLConfig is about the nixl plane.
+type NIXLConfig struct {
+	Library   string   `koanf:"library"`    // path of libnixl_capi.so; "": where it is found
+	Backends  []string `koanf:"backends"`   // NIXL's plugins; nil: UCX
+	Params    []string `koanf:"params"`     // of the backends: KEY=VALUE for all, BACKEND.KEY=VALUE for one
+	InProcess bool     `koanf:"in_process"` // agents run in the node's own process, which ends if UCX crashes
+	// AgentCommand starts an agent process (see transfer/nixl); without it, agents run in this process.
+	AgentCommand []string `koanf:"-"`
 }
 
 // TimeoutConfig holds every wait of a node. Zero: the default of ec.Timeouts or ec.CacheOptions.
@@ -128,6 +140,7 @@ type settings struct {
 	adminPort int
 	hosts     *hostList
 	pools     []poolSettings
+	backends  []nixl.Backend
 }
 
 type poolSettings struct {
@@ -145,7 +158,7 @@ func (c Config) Validate() error {
 
 func (c Config) check() (*settings, error) {
 	s := &settings{Config: c}
-	err := errors.Join(s.checkIdentity(), s.checkRegion(), s.checkAddresses(), s.checkWords(), s.checkTimes(), s.checkPools())
+	err := errors.Join(s.checkIdentity(), s.checkRegion(), s.checkAddresses(), s.checkWords(), s.checkTimes(), s.checkNIXL(), s.checkPools())
 	if err != nil {
 		return nil, err
 	}

@@ -3,7 +3,6 @@ package node
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"strings"
 
@@ -27,9 +26,7 @@ var planeMakers = map[string]planeMaker{
 			ProgressTimeout: s.Timeouts.Read, Log: log,
 		})
 	},
-	transfer.NIXL: func(context.Context, *settings, *slog.Logger) (transfer.Plane, error) {
-		return nil, fmt.Errorf("%w: this build of ferry has no NIXL plane", errPlaneMissing)
-	},
+	transfer.NIXL: openNIXL,
 }
 
 // planeOrder is the order of preference where the configuration gives none.

@@ -47,10 +47,12 @@ SIGTERM or SIGINT ends it cleanly, with the region removed unless --keep-region 
 
 func (a *app) node(ctx context.Context, c node.Config) error {
 	n, err := node.Start(ctx, c, a.log)
-	if err != nil {
-		if errors.Is(err, node.ErrConfig) {
-			return usageError{err}
-		}
+	switch {
+	case err != nil && ctx.Err() != nil:
+		return nil // told to end while it started, and it left nothing behind
+	case errors.Is(err, node.ErrConfig):
+		return usageError{err}
+	case err != nil:
 		return err
 	}
 	if err = printJSON(a.stdout, n.Ready()); err == nil {
@@ -86,6 +88,10 @@ var configHelp = map[string]string{
 	"ec_protocol":            "generation of the protocol that plain peers speak, 1 or 2",
 	"hold_share":             "part of a pool that announced entries may keep from eviction",
 	"instance":               "name of this node; a hash of the socket's path if empty",
+	"nixl.backends":          "NIXL's backends, with commas; UCX if empty",
+	"nixl.in_process":        "run NIXL in the node's own process, which then ends if UCX crashes",
+	"nixl.library":           "path of libnixl_capi.so; searched for if empty",
+	"nixl.params":            "KEY=VALUE parameters of the backends, with commas; BACKEND.KEY=VALUE is for one of them",
 	"keep_region":            "leave the region file at a clean end, for a restart",
 	"model":                  "name of the model, as the engines give it",
 	"planes":                 "data planes by preference, with commas; all that are there if empty",
@@ -108,7 +114,7 @@ var configHelp = map[string]string{
 }
 
 // switches are keys whose flag needs no value.
-var switches = map[string]bool{"checksums": true, "keep_region": true, "trusted_network": true}
+var switches = map[string]bool{"checksums": true, "keep_region": true, "nixl.in_process": true, "trusted_network": true}
 
 func flagName(key string) string { return strings.NewReplacer("_", "-", ".", "-").Replace(key) }
 

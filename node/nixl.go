@@ -1,0 +1,76 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/tensorferry/tensorferry/transfer"
+	"github.com/tensorferry/tensorferry/transfer/nixl"
+)
+
+// selfTestTimeout bounds the test that the plane must pass before the node says that it is ready.
+const selfTestTimeout = time.Minute
+
+// checkNIXL reads the backends and their parameters.
+func (s *settings) checkNIXL() error {
+	names := s.NIXL.Backends
+	if len(names) == 0 {
+		names = []string{"UCX"}
+	}
+	for _, name := range names {
+		s.backends = append(s.backends, nixl.Backend{Name: name, Params: map[string]string{}})
+	}
+	var errs []error
+	for _, p := range s.NIXL.Params {
+		key, value, ok := strings.Cut(p, "=")
+		if !ok || key == "" {
+			errs = append(errs, bad("nixl.params", quoted(p), "give KEY=VALUE, or BACKEND.KEY=VALUE for one of several backends"))
+			continue
+		}
+		only, rest, one := strings.Cut(key, ".")
+		if one && !slices.Contains(names, only) {
+			errs = append(errs, bad("nixl.params", quoted(p), "no backend %s; nixl.backends are %s", only, strings.Join(names, ", ")))
+			continue
+		}
+		for _, b := range s.backends {
+			switch {
+			case !one:
+				b.Params[key] = value
+			case b.Name == only:
+				b.Params[rest] = value
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// nixlOptions are the plane's.
+func (s *settings) nixlOptions(log *slog.Logger) nixl.Options {
+	o := nixl.Options{Library: s.NIXL.Library, Backends: s.backends, Name: "ferry-" + s.Instance, Log: log}
+	if !s.NIXL.InProcess {
+		o.Command = s.NIXL.AgentCommand
+	}
+	return o
+}
+
+// openNIXL brings the plane up and lets it read from itself, so that a node that says it is ready can move bytes.
+func openNIXL(ctx context.Context, s *settings, log *slog.Logger) (transfer.Plane, error) {
+	p, err := nixl.New(s.nixlOptions(log))
+	if errors.Is(err, nixl.ErrMissing) {
+		return nil, fmt.Errorf("%w: %w", errPlaneMissing, err)
+	}
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, selfTestTimeout)
+	defer cancel()
+	if err := p.SelfTest(ctx); err != nil {
+		return nil, errors.Join(fmt.Errorf("it cannot read from itself: %w; ferry doctor says more", err), p.Close())
+	}
+	return p, nil
+}
