@@ -152,18 +152,17 @@ type dialFunc func(ctx context.Context, addr string, h control.DealerHandler) (c
 
 // Consumer pulls encodings from peers into a Cache. One READ per key however many ask. All methods are safe for concurrent use.
 type Consumer struct {
-	o          ConsumerOptions
-	t          Timeouts
-	dial       dialFunc
-	hash       string
-	planes     []string // names, by preference
-	blocks     int64    // in the pool
-	log        *throttledLog
-	ctx        context.Context // ends at Close
-	cancel     context.CancelFunc
-	work       sync.WaitGroup // flights, and peers of planes being added or closed
-	stats      consumerCounters
-	quarantine sync.WaitGroup // destinations in quarantine
+	o      ConsumerOptions
+	t      Timeouts
+	dial   dialFunc
+	hash   string
+	planes []string // names, by preference
+	blocks int64    // in the pool
+	log    *throttledLog
+	ctx    context.Context // ends at Close
+	cancel context.CancelFunc
+	work   sync.WaitGroup // flights, destinations in quarantine, and peers of planes being added or closed
+	stats  consumerCounters
 
 	mu      sync.Mutex
 	closed  bool
@@ -389,7 +388,6 @@ func (c *Consumer) Close() error {
 	quiet := make(chan struct{})
 	go func() {
 		c.work.Wait()
-		c.quarantine.Wait()
 		close(quiet)
 	}()
 	select {

@@ -235,10 +235,10 @@ func (f *flight) quarantine() {
 	q := f.res.Quarantine()
 	c.stats.quarantined.Add(1)
 	c.stats.quarantines.Add(1)
-	c.quarantine.Add(1)
+	c.work.Add(1)
 	rd.Cancel()
 	go func() {
-		defer c.quarantine.Done()
+		defer c.work.Done()
 		overdue := time.NewTimer(c.t.Quarantine)
 		defer overdue.Stop()
 		select {
