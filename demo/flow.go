@@ -36,7 +36,7 @@ type engineError struct {
 
 func (e *engineError) Error() string { return fmt.Sprintf("HTTP %d: %s", e.Status, e.Message) }
 
-// The bodies are those of vLLM's own proxy for encode / decode: see the orchestration notes in docs/.
+// The bodies are those that vLLM's own example proxy for encode and decode sends.
 type (
 	chatRequest struct {
 		Model    string     `json:"model"`

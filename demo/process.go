@@ -97,7 +97,6 @@ func (g *group) start(ctx context.Context, name string, args []string) (readyLin
 	if err != nil {
 		return readyLine{}, err
 	}
-	defer stdout.Close()
 	p.cmd.Stdout = w
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM}
 	started := make(chan error)
@@ -105,6 +104,7 @@ func (g *group) start(ctx context.Context, name string, args []string) (readyLin
 	err = <-started
 	w.Close()
 	if err != nil {
+		stdout.Close()
 		return readyLine{}, fmt.Errorf("%s: %w", name, err)
 	}
 	g.mu.Lock()
@@ -122,8 +122,12 @@ func (g *group) start(ctx context.Context, name string, args []string) (readyLin
 	}
 	first := make(chan line, 1)
 	go func() {
-		b, err := bufio.NewReader(io.LimitReader(stdout, 64<<10)).ReadBytes('\n')
+		// Read to the end, so that the process is never at odds with its stdout, whatever becomes of the demo.
+		defer stdout.Close()
+		r := bufio.NewReader(stdout)
+		b, err := r.ReadBytes('\n')
 		first <- line{b, err}
+		io.Copy(io.Discard, r)
 	}()
 	select {
 	case l := <-first:

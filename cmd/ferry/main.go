@@ -11,6 +11,7 @@ import (
 	"os/signal"
 	"strings"
 	"syscall"
+	"time"
 
 	"github.com/spf13/cobra"
 )
@@ -136,22 +137,33 @@ func noArgs(_ *cobra.Command, got []string) error {
 	return nil
 }
 
+// sameSignal is how long further signals count as the first one. A terminal and a supervisor often both send one, and the kernel
+// sends a parent-death signal once for each of the parent's threads that die: that is not yet somebody's impatience.
+const sameSignal = 250 * time.Millisecond
+
 // interruptible is canceled by the first SIGINT or SIGTERM, so that the command ends cleanly. The second ends the process at once.
+// A reader of stdout that has gone is an error of the write, not the death of the process, which would leave shared memory behind.
 func (a *app) interruptible(parent context.Context) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancel(parent)
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
+	pipe := make(chan os.Signal, 1)
+	signal.Notify(pipe, syscall.SIGPIPE) // nobody receives: that it is caught is enough
 	done := make(chan struct{})
 	go func() {
-		for n := 0; ; n++ {
+		var first time.Time
+		for {
 			select {
 			case s := <-signals:
-				if n > 0 {
+				switch {
+				case first.IsZero():
+					first = time.Now()
+					a.log.Info("ending", "signal", s.String())
+					cancel()
+				case time.Since(first) > sameSignal:
 					a.log.Warn("second signal: ending at once", "signal", s.String())
 					os.Exit(128 + int(s.(syscall.Signal)))
 				}
-				a.log.Info("ending", "signal", s.String())
-				cancel()
 			case <-done:
 				return
 			}
@@ -159,6 +171,7 @@ func (a *app) interruptible(parent context.Context) (context.Context, context.Ca
 	}()
 	return ctx, func() {
 		signal.Stop(signals)
+		signal.Stop(pipe)
 		close(done)
 		cancel()
 	}

@@ -1,0 +1,195 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// within polls with a deadline.
+func within(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(tooLong); !ok(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("in vain: %s", what)
+		}
+	}
+}
+
+// running are the processes whose command line has s.
+func running(s string) (pids []string) {
+	files, _ := filepath.Glob("/proc/[0-9]*/cmdline")
+	for _, f := range files {
+		if b, err := os.ReadFile(f); err == nil && bytes.Contains(b, []byte(s)) {
+			pids = append(pids, f)
+		}
+	}
+	return pids
+}
+
+// shortDir is a directory for sockets, whose paths must be short.
+func shortDir(t *testing.T) string {
+	dir, err := os.MkdirTemp("", "fs")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	return dir
+}
+
+func ferry(t *testing.T, env []string, args ...string) *exec.Cmd {
+	t.Helper()
+	path, err := exec.LookPath("ferry") // testscript has put this binary there
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(path, args...)
+	cmd.Env = append(os.Environ(), env...)
+	return cmd
+}
+
+// The demo is ended at several points of its life: nothing of it is left, neither by a Ctrl-C nor by SIGKILL, which the demo itself
+// cannot notice.
+func TestDemoThatIsEndedLeavesNothing(t *testing.T) {
+	for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGKILL} {
+		for _, when := range []string{"directory", "region", "engines"} {
+			t.Run(sig.String()+" "+when, func(t *testing.T) {
+				tmp := shortDir(t)
+				cmd := ferry(t, []string{"TMPDIR=" + tmp}, "demo", "--block-bytes", "4096", "--ec-cpu-bytes", "4MiB")
+				var out bytes.Buffer
+				cmd.Stdout, cmd.Stderr = &out, &out
+				if err := cmd.Start(); err != nil {
+					t.Fatal(err)
+				}
+				regions := fmt.Sprintf("/dev/shm/*demo-%d-*", cmd.Process.Pid)
+				left := func(glob string) bool { m, _ := filepath.Glob(glob); return len(m) > 0 }
+				within(t, "it runs", func() bool {
+					switch when {
+					case "directory":
+						return left(filepath.Join(tmp, "ferry-demo-*"))
+					case "region":
+						return left(regions)
+					}
+					return left(filepath.Join(tmp, "ferry-demo-*", "engine X.log"))
+				})
+				if err := cmd.Process.Signal(sig); err != nil {
+					t.Fatal(err)
+				}
+				if err := cmd.Wait(); err == nil {
+					t.Errorf("exit status 0 after %v:\n%s", sig, out.String())
+				}
+				within(t, "its processes are gone", func() bool { return len(running(tmp)) == 0 })
+				within(t, "its shared memory is gone", func() bool { return !left(regions) })
+				if sig != syscall.SIGKILL && left(filepath.Join(tmp, "ferry-demo-*")) {
+					t.Error("its directory is left")
+				}
+			})
+		}
+	}
+}
+
+func TestSecondSignalEndsAtOnce(t *testing.T) {
+	dir := shortDir(t)
+	sock := filepath.Join(dir, "n")
+	start := func(args ...string) (*exec.Cmd, string, *bufio.Reader) {
+		cmd := ferry(t, nil, args...)
+		stdout, err := cmd.StdoutPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		stderr, err := cmd.StderrPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			cmd.Process.Signal(syscall.SIGTERM)
+			cmd.Wait()
+		})
+		line, err := bufio.NewReader(stdout).ReadString('\n')
+		if err != nil {
+			b, _ := io.ReadAll(stderr)
+			t.Fatalf("%v\n%s", err, b)
+		}
+		return cmd, line, bufio.NewReader(stderr)
+	}
+	start("node", "--socket", sock, "--side-channel", "127.0.0.1:0", "--admin", "off", "--ec-cpu-bytes", "64KiB",
+		"--model", "m", "--dtype", "torch.bfloat16", "--block-bytes", "16", "--vllm-version", "1", "--log-level", "error")
+	// A clean end waits for the request, whose body never comes. "100 Continue" says that the engine is waiting for it.
+	cmd, ready, stderr := start("engine", "--socket", sock)
+	conn, err := net.Dial("tcp", strings.TrimPrefix(strings.Split(ready, `"`)[7], "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	if _, err := io.WriteString(conn, "POST /v1/chat/completions HTTP/1.1\r\nHost: e\r\nContent-Length: 10\r\nExpect: 100-continue\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	if line, err := bufio.NewReader(conn).ReadString('\n'); err != nil || !strings.Contains(line, "100 Continue") {
+		t.Fatal(line, err)
+	}
+	if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	for {
+		line, err := stderr.ReadString('\n')
+		if err != nil {
+			t.Fatal("it ended after one signal, or did not say that it ends")
+		}
+		if strings.Contains(line, "msg=ending") {
+			break
+		}
+	}
+	gone := make(chan error, 1)
+	go func() {
+		io.Copy(io.Discard, stderr)
+		gone <- cmd.Wait()
+	}()
+	// Signals that follow the first at once count as one with it, so more than one may be needed.
+	within(t, "it ends", func() bool {
+		select {
+		case <-gone:
+			return true
+		default:
+			cmd.Process.Signal(syscall.SIGTERM)
+			return false
+		}
+	})
+	if got, want := cmd.ProcessState.ExitCode(), 128+int(syscall.SIGTERM); got != want {
+		t.Errorf("exit status %d, want %d", got, want)
+	}
+}
+
+// A reader that has gone must not be the death of a node before it has removed its region.
+func TestNodeWhoseReaderHasGoneEndsCleanly(t *testing.T) {
+	dir := shortDir(t)
+	instance := filepath.Base(dir)
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Close()
+	cmd := ferry(t, nil, "node", "--socket", filepath.Join(dir, "n"), "--side-channel", "127.0.0.1:0", "--admin", "off", "--ec-cpu-bytes", "64KiB",
+		"--model", "m", "--dtype", "torch.bfloat16", "--block-bytes", "16", "--vllm-version", "1", "--instance", instance)
+	cmd.Stdout = w
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	if err := cmd.Run(); cmd.ProcessState.ExitCode() != exitFailed || !strings.Contains(stderr.String(), "broken pipe") {
+		t.Errorf("%v\n%s", err, stderr.String())
+	}
+	w.Close()
+	if m, _ := filepath.Glob("/dev/shm/*" + instance + "*"); m != nil {
+		t.Errorf("left: %v", m)
+	}
+}
