@@ -61,7 +61,7 @@ func TestAStartThatFailsLeavesNothing(t *testing.T) {
 		{"side channel taken", func(c *Config) { c.SideChannel = taken.Addr().String() }, []string{"side_channel", taken.Addr().String()}},
 		{"admin taken", func(c *Config) { c.Admin = taken.Addr().String() }, []string{"admin", taken.Addr().String()}},
 		{"data port taken", func(c *Config) { c.DataPort = taken.Addr().(*net.TCPAddr).Port }, []string{"planes", "tcp"}},
-		{"a plane that this build has not", func(c *Config) { c.Planes = []string{"mapped", "nixl"} }, []string{"planes", "nixl"}},
+		{"a plane that this machine has not", func(c *Config) { c.Planes, c.NIXL.Library = []string{"mapped", "nixl"}, "/no/such/libnixl_capi.so" }, []string{"planes", "nixl"}},
 		// C11: nobody checked the size against /dev/shm.
 		{"more than there is", func(c *Config) { c.Pools[0].ECCPUBytes = "1000TiB" }, []string{"ec_cpu_bytes", "1000TiB"}},
 		{"more than the tmpfs", func(c *Config) { c.Pools[0].ECCPUBytes = "900GiB" }, []string{"ec_cpu_bytes", "900GiB", "free"}},
