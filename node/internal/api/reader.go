@@ -34,7 +34,7 @@ func (r *reader) take(rest []byte, err error) bool {
 	return true
 }
 
-// size of a map or array: each element takes at least width bytes, so a header that promises more than there is gets refused before
+// count is the size of a map or array: each element takes at least width bytes, so a header that promises more than there is gets refused before
 // anything is allocated for it.
 func (r *reader) count(n uint32, rest []byte, err error, width, limit int) int {
 	if !r.take(rest, err) {
