@@ -15,7 +15,7 @@ import (
 
 // Sizes that were measured (bench/results): one connection is as fast as several up to a few MiB.
 const (
-	twoStreams  = 4 << 20  // from here on two connections
+	twoStreams  = 8 << 20  // from here on two connections
 	allStreams  = 16 << 20 // from here on all that the peer may have
 	maxPartSize = 64 << 20 // so that a slow connection holds up little
 )

@@ -18,6 +18,9 @@ import (
 // READs (bench/results).
 const copyBelow = 2 << 20
 
+// keepBuffer bounds what an idle connection keeps of its largest request.
+const keepBuffer = 16 << 10
+
 // serverConn is an accepted connection. Its goroutine is the only one that reads and writes it; others may only abort it.
 type serverConn struct {
 	plane *Plane
@@ -118,6 +121,9 @@ func (s *serverConn) serve() error {
 		}
 		if err := s.answer(h.kind); err != nil {
 			return err
+		}
+		if cap(s.buf) > keepBuffer {
+			s.buf = nil
 		}
 	}
 }

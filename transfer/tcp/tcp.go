@@ -92,7 +92,7 @@ type Stats struct {
 	Refused int64 // connections over a limit, closed at once
 	Garbage int64 // connections dropped because what came was not the protocol
 	Denied  int64 // READs without a live grant
-	Aborted int64 // connections reset by Revoke or by the end of a registration
+	Aborted int64 // connections reset because a grant ended while bytes of it were on the way
 	Dials   int64 // connections made to peers
 }
 

@@ -5,6 +5,7 @@ package measure
 import (
 	"fmt"
 	"io"
+	"os"
 	"runtime"
 	"slices"
 	"strings"
@@ -95,8 +96,19 @@ func Size(n int64) string {
 
 // Header prints what a table of results must say about its machine and how it came about.
 func Header(w io.Writer, title, command string, rounds int) {
-	fmt.Fprintf(w, "# %s\n\n    %s\n\n%s, %s/%s, %d cores, %s. Candidates take turns; medians of %d turns after warm-up; the ratio is the median of the ratios within a turn.\n\n",
-		title, command, time.Now().UTC().Format("2006-01-02"), runtime.GOOS, runtime.GOARCH, runtime.NumCPU(), runtime.Version(), rounds)
+	fmt.Fprintf(w, "# %s\n\n    %s\n\n", title, command)
+	fmt.Fprintf(w, "%s, %s/%s, %d cores, load average %s, %s. Candidates take turns; medians of %d turns after warm-up; a ratio is the median of\nthe ratios within a turn.\n\n",
+		time.Now().UTC().Format(time.DateOnly), runtime.GOOS, runtime.GOARCH, runtime.NumCPU(), load(), runtime.Version(), rounds)
+}
+
+// load is the number of processes that wanted a core in the last minute: with more than a few, the figures say little.
+func load() string {
+	b, err := os.ReadFile("/proc/loadavg")
+	if err != nil {
+		return "unknown"
+	}
+	first, _, _ := strings.Cut(string(b), " ")
+	return first
 }
 
 // Row prints a line of a Markdown table.
