@@ -22,11 +22,15 @@ const raceTries = 100
 //
 // A file that a dead owner left under that name is reaped first, so that its memory is there for the new one (unless an engine
 // still has it mapped). ErrInUse names the path and the pid if the owner lives or another process is creating the same region
-// right now; ErrForeign and ErrExists say that what lies there is not ours to remove. A *SpaceError says that the bytes are not
+// right now; ErrWaits if the owner is dead but the file still waits for its restart (see Take) and o.Replace is not set;
+// ErrForeign and ErrExists say that what lies there is not ours to remove. A *SpaceError says that the bytes are not
 // to be had. ErrName, ErrOptions: o is wrong. On any error, an end of ctx included, nothing is left behind.
 func Create(ctx context.Context, o Options) (*Region, error) { return create(ctx, o, kernelCalls) }
 
-func create(ctx context.Context, o Options, k kernel) (*Region, error) {
+func create(ctx context.Context, o Options, k kernel) (*Region, error) { return open(ctx, o, k, false) }
+
+// open is Create, or Take if it may adopt.
+func open(ctx context.Context, o Options, k kernel, mayAdopt bool) (*Region, error) {
 	if o.Dir == "" {
 		o.Dir = DefaultDir
 	}
@@ -59,10 +63,20 @@ func create(ctx context.Context, o Options, k kernel) (*Region, error) {
 	if err != nil {
 		return nil, err
 	}
-	r, err := build(ctx, dir, name, o, k)
+	var r *Region
+	why := ""
+	if mayAdopt {
+		r, why, err = adopt(ctx, dir, name, o, k)
+		o.Replace = true
+	}
+	if r == nil && err == nil {
+		if r, err = build(ctx, dir, name, o, k); err == nil {
+			r.reason = why
+		}
+	}
 	if err := errors.Join(err, c.drop(dir)); err != nil {
 		if r != nil {
-			err = errors.Join(err, r.Close(true))
+			err = errors.Join(err, r.Close(!r.adopted))
 		}
 		return nil, err
 	}
@@ -72,7 +86,7 @@ func create(ctx context.Context, o Options, k kernel) (*Region, error) {
 // build runs under the claim of name.
 func build(ctx context.Context, dir *os.File, name string, o Options, k kernel) (*Region, error) {
 	path := filepath.Join(dir.Name(), name)
-	old, err := reap(dir, name, o.Identity)
+	old, err := reap(dir, name, o.Identity, o.Replace)
 	if err != nil {
 		return nil, err
 	}
@@ -94,11 +108,11 @@ func build(ctx context.Context, dir *os.File, name string, o Options, k kernel) 
 	}
 	r := &Region{path: path, dir: o.Dir, name: name, file: f, replaced: old.owner, header: header{
 		geometry: o.Geometry, identity: o.Identity, bootID: bootID(), created: time.Now().UnixNano(), creator: os.Getpid(),
-		epoch: old.epoch + 1, owner: os.Getpid(), gen: firstGen(old.gen, time.Now()),
+		epoch: old.epoch + 1, owner: os.Getpid(), gen: firstGen(old.gen, time.Now()), adoptUntil: adoptUntil(o.Keep),
 	}}
 	err = r.fill(ctx, o.Mode, size, k)
 	if err == nil {
-		err = publish(dir, name, f, o.Identity)
+		err = publish(dir, name, f, o)
 	}
 	if temp != "" { // the published name is a second link to it
 		err = errors.Join(err, unix.Unlinkat(int(dir.Fd()), temp, 0))
@@ -168,14 +182,14 @@ func newFile(dir *os.File, name, path string, k kernel) (f *os.File, temp string
 
 // publish gives the file its name, which must not be taken. Under the claim only a process that does not follow the protocol
 // can have taken it since the reaping; what it put there is judged once more.
-func publish(dir *os.File, name string, f *os.File, id Identity) error {
+func publish(dir *os.File, name string, f *os.File, o Options) error {
 	source := "/proc/self/fd/" + strconv.Itoa(int(f.Fd()))
 	for range raceTries {
 		err := unix.Linkat(unix.AT_FDCWD, source, int(dir.Fd()), name, unix.AT_SYMLINK_FOLLOW)
 		if err != unix.EEXIST {
 			return os.NewSyscallError("linkat", err)
 		}
-		if _, err := reap(dir, name, id); err != nil {
+		if _, err := reap(dir, name, o.Identity, o.Replace); err != nil {
 			return err
 		}
 	}
@@ -183,8 +197,9 @@ func publish(dir *os.File, name string, f *os.File, id Identity) error {
 }
 
 // reap removes what lies under name if it is a region of this user and identity whose owner is dead, and returns its header;
-// a zero header if nothing lies there. Whatever else lies there is left alone and named in the error.
-func reap(dir *os.File, name string, id Identity) (header, error) {
+// a zero header if nothing lies there. Whatever else lies there is left alone and named in the error, and so is a region that
+// waits for its owner's restart unless replace is set.
+func reap(dir *os.File, name string, id Identity, replace bool) (header, error) {
 	path := filepath.Join(dir.Name(), name)
 	for range raceTries {
 		f, err := openOwn(dir, name, unix.O_RDWR)
@@ -194,7 +209,7 @@ func reap(dir *os.File, name string, id Identity) (header, error) {
 		if err != nil {
 			return header{}, err
 		}
-		h, done, err := reapOpen(dir, name, path, f, id)
+		h, done, err := reapOpen(dir, name, path, f, id, replace)
 		f.Close() // gives the lock up
 		if done || err != nil {
 			return h, err
@@ -203,7 +218,7 @@ func reap(dir *os.File, name string, id Identity) (header, error) {
 	return header{}, fmt.Errorf("%w: %s comes and goes", ErrInUse, path)
 }
 
-func reapOpen(dir *os.File, name, path string, f *os.File, id Identity) (h header, done bool, err error) {
+func reapOpen(dir *os.File, name, path string, f *os.File, id Identity, replace bool) (h header, done bool, err error) {
 	page, err := readPage(f)
 	if err != nil {
 		return h, false, &fs.PathError{Op: "region: read", Path: path, Err: err}
@@ -228,6 +243,16 @@ func reapOpen(dir *os.File, name, path string, f *os.File, id Identity) (h heade
 	if headerErr == nil && h.identity != id {
 		return h, false, fmt.Errorf("%w: %s is a region of instance %q, group %q, rank %d; remove it if it is not needed",
 			ErrExists, path, h.identity.Instance, h.identity.Group, h.identity.Rank)
+	}
+	if headerErr == nil && !replace {
+		// Under the lock no owner lives any more who could have changed it.
+		if _, err := f.ReadAt(page[:8], offAdoptUntil); err != nil {
+			return h, false, &fs.PathError{Op: "region: read", Path: path, Err: err}
+		}
+		h.adoptUntil = int64(order.Uint64(page))
+		if err := h.waits(path); err != nil {
+			return h, false, err
+		}
 	}
 	done, err = unlinkIfSame(dir, name, f)
 	return h, done, err

@@ -28,8 +28,9 @@ func TestCreatedRegionIsWholeAndNamedAfterItsIdentity(t *testing.T) {
 			t.Errorf("path %s, want %s", r.Path(), want)
 		}
 		want := Geometry{BlockBytes: 4096, Blocks: 16, Slots: 16}
-		if r.Geometry() != want || r.Identity() != o.Identity || r.Epoch() != 1 || r.Replaced() != 0 {
-			t.Errorf("%+v %+v epoch %d replaced %d", r.Geometry(), r.Identity(), r.Epoch(), r.Replaced())
+		replaced, why := r.Replaced()
+		if r.Geometry() != want || r.Identity() != o.Identity || r.Epoch() != 1 || replaced != 0 || why != "" {
+			t.Errorf("%+v %+v epoch %d replaced %d %q", r.Geometry(), r.Identity(), r.Epoch(), replaced, why)
 		}
 		if len(r.Pool()) != 16*4096 || r.Slots().Len() != 16 || r.PoolOffset() != 64<<10 {
 			t.Errorf("pool of %d bytes at %d, %d slots", len(r.Pool()), r.PoolOffset(), r.Slots().Len())

@@ -36,7 +36,8 @@ import (
 //	  1040      8  port of the owner's side channel, 0 if none
 //	  1048      8  adopt_until: a restarted owner may take the region over until then; CLOCK_BOOTTIME nanoseconds, 0: never
 //	  1088      8  generation given last; in a cache line of its own
-//	  4096         slot table (see slots.go), then zeros to the pool
+//	  4096  32768  clients (see clients.go)
+//	 36864         slot table (see slots.go), then zeros to the pool
 const (
 	headerMagic   = "FERRYREG"
 	headerVersion = 1
@@ -65,6 +66,8 @@ const (
 	offAdoptUntil = 1048
 	offGen        = 1088
 
+	tableOffset = headerBytes + MaxClients*clientBytes
+
 	// poolAlign is the largest base page of a Linux port, so the layout is the same for every kernel.
 	poolAlign = 64 << 10
 )
@@ -82,6 +85,8 @@ type header struct {
 	owner    int
 	port     int
 	gen      uint64
+
+	adoptUntil int64 // CLOCK_BOOTTIME nanoseconds
 }
 
 // encode writes the header into a zeroed page.
@@ -93,7 +98,7 @@ func (h *header) encode(page []byte) {
 	order.PutUint64(page[offBlockBytes:], uint64(h.geometry.BlockBytes))
 	order.PutUint64(page[offBlocks:], uint64(h.geometry.Blocks))
 	order.PutUint64(page[offSlots:], uint64(h.geometry.Slots))
-	order.PutUint64(page[offTable:], headerBytes)
+	order.PutUint64(page[offTable:], tableOffset)
 	order.PutUint64(page[offPool:], uint64(h.geometry.poolOffset()))
 	order.PutUint64(page[offCreated:], uint64(h.created))
 	order.PutUint32(page[offCreator:], uint32(h.creator))
@@ -105,6 +110,7 @@ func (h *header) encode(page []byte) {
 	order.PutUint64(page[offEpoch:], h.epoch)
 	order.PutUint64(page[offOwner:], uint64(h.owner))
 	order.PutUint64(page[offPort:], uint64(h.port))
+	order.PutUint64(page[offAdoptUntil:], uint64(h.adoptUntil))
 	order.PutUint64(page[offGen:], h.gen)
 }
 
@@ -149,9 +155,9 @@ func decodeHeader(page []byte, size int64) (header, error) {
 	if want := h.geometry.fileBytes(); size != want || order.Uint64(page[offSize:]) != uint64(want) {
 		return bad("the file has %d bytes, its header says %d, its geometry needs %d", size, order.Uint64(page[offSize:]), want)
 	}
-	if order.Uint64(page[offTable:]) != headerBytes || order.Uint64(page[offPool:]) != uint64(h.geometry.poolOffset()) {
+	if order.Uint64(page[offTable:]) != tableOffset || order.Uint64(page[offPool:]) != uint64(h.geometry.poolOffset()) {
 		return bad("slot table at %d and pool at %d, expected %d and %d",
-			order.Uint64(page[offTable:]), order.Uint64(page[offPool:]), headerBytes, h.geometry.poolOffset())
+			order.Uint64(page[offTable:]), order.Uint64(page[offPool:]), tableOffset, h.geometry.poolOffset())
 	}
 	h.identity = Identity{
 		Instance: text(page[offInstance:offGroup]),
@@ -167,6 +173,7 @@ func decodeHeader(page []byte, size int64) (header, error) {
 	h.epoch = order.Uint64(page[offEpoch:])
 	h.owner = int(order.Uint64(page[offOwner:]))
 	h.port = int(order.Uint64(page[offPort:]))
+	h.adoptUntil = int64(order.Uint64(page[offAdoptUntil:]))
 	h.gen = order.Uint64(page[offGen:])
 	if h.gen > maxGen {
 		return bad("generation %d is over the limit", h.gen)

@@ -22,6 +22,7 @@ var children = map[string]func(args []string){
 	"entries": childEntries,
 	"attach":  childAttach,
 	"rlimit":  childRlimit,
+	"keep":    childKeep,
 }
 
 func TestMain(m *testing.M) {

@@ -53,9 +53,10 @@ func TestDeadOwnersFileIsReapedAndItsEpochAndGenerationsGoOn(t *testing.T) {
 		c.kill()
 		wantFiles(t, dir, smallName)
 		r := mustCreate(t, smallOptions(dir))
-		if r.Epoch() != m.Epoch()+1 || r.Replaced() != c.cmd.Process.Pid || r.header.gen < m.header.gen {
+		replaced, _ := r.Replaced()
+		if r.Epoch() != m.Epoch()+1 || replaced != c.cmd.Process.Pid || r.header.gen < m.header.gen {
 			t.Fatalf("epoch %d after %d, replaced %d, generations from %d after %d",
-				r.Epoch(), m.Epoch(), r.Replaced(), r.header.gen, m.header.gen)
+				r.Epoch(), m.Epoch(), replaced, r.header.gen, m.header.gen)
 		}
 		if m.Pool()[0] != 0 { // the old mapping is still good
 			t.Fatal("byte of the old region changed")
@@ -245,7 +246,7 @@ func TestLockOnAFileThatLostItsNameCountsForNothing(t *testing.T) {
 	old := must(openOwn(dir, smallName, unix.O_RDWR))
 	defer old.Close()
 	next := mustCreate(t, o)
-	if _, done, err := reapOpen(dir, smallName, next.Path(), old, o.Identity); done || err != nil {
+	if _, done, err := reapOpen(dir, smallName, next.Path(), old, o.Identity, false); done || err != nil {
 		t.Errorf("reaped: %t, %v", done, err)
 	}
 	wantFiles(t, o.Dir, smallName)

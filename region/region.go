@@ -1,7 +1,7 @@
-// Package region owns the shared-memory files that hold encodings: it creates, attaches, owns (by flock), pre-faults and
-// publishes them, and reads and writes the table of slots at their head.
+// Package region owns the shared-memory files that hold encodings: it creates, adopts, attaches, owns (by flock), pre-faults,
+// publishes and reaps them, and reads and writes the table of slots at their head.
 //
-// A region file is, in this order: one header page, the slot table, the pool. The pool is Blocks x BlockBytes bytes and is what
+// A region file is, in this order: one header page, the clients, the slot table, the pool. The pool is Blocks x BlockBytes bytes and is what
 // peers READ; block i starts at pool offset i x BlockBytes. Everything before the pool is written by one process only, the owner
 // (a node). Other processes attach: the mapped data plane read-only, an engine with the pool writable.
 //
@@ -24,6 +24,7 @@ import (
 	"strconv"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -31,6 +32,7 @@ import (
 // Errors of this package. Errors returned wrap one of these or the system's error, or are a *SpaceError.
 var (
 	ErrInUse   = errors.New("region: owned by a live process")
+	ErrWaits   = errors.New("region: waits for the restart of its owner")
 	ErrExists  = errors.New("region: a file of that name exists")
 	ErrFormat  = errors.New("region: not a region file of this version, or damaged")
 	ErrForeign = errors.New("region: refused (another user's file, a symbolic link, or not a regular file)")
@@ -62,7 +64,7 @@ func (g Geometry) PoolBytes() int64 { return g.BlockBytes * int64(g.Blocks) }
 
 // poolOffset is the offset of the pool in the file.
 func (g Geometry) poolOffset() int64 {
-	end := int64(headerBytes) + int64(g.Slots)*SlotBytes
+	end := int64(tableOffset) + int64(g.Slots)*SlotBytes
 	return (end + poolAlign - 1) &^ (poolAlign - 1)
 }
 
@@ -137,6 +139,11 @@ type Options struct {
 	Mode     fs.FileMode
 	Identity Identity
 	Geometry Geometry // Slots 0: DefaultSlots(Blocks)
+	// Keep is how long the file waits for its owner's restart once that is dead, counted from the owner's last KeepFor, which for
+	// a start is made here. 0: not at all.
+	Keep time.Duration
+	// Replace lets Create reap a file that waits for its owner's restart.
+	Replace bool
 }
 
 // Span is a range of bytes of a pool.
@@ -152,6 +159,8 @@ type Region struct {
 	name     string
 	header   header
 	replaced int
+	reason   string // why the replaced one was not adopted
+	adopted  bool
 
 	mu     sync.Mutex // guards what follows, and orders Reopen, Unlink and Close
 	file   *os.File   // the locked description; never leaves this package
@@ -169,12 +178,19 @@ func (r *Region) Geometry() Geometry { return r.header.geometry }
 // Identity of the region.
 func (r *Region) Identity() Identity { return r.header.identity }
 
-// Epoch counts the owners that this file's name has had, from 1: a region that replaced a dead owner's has that one's epoch + 1.
-// It starts again at 1 when the file was removed in between.
+// Epoch counts the owners that this file's name has had, from 1: a region that was adopted from a dead owner, or replaced its
+// file, has that one's epoch + 1. It starts again at 1 when the file was removed in between.
 func (r *Region) Epoch() uint64 { return r.header.epoch }
 
-// Replaced is the pid of the dead owner whose file was reaped to make this one, or 0. For the log.
-func (r *Region) Replaced() int { return r.replaced }
+// Replaced is the pid of the dead owner whose file was reaped to make this one, or 0, and why that file was not adopted. For the
+// log.
+func (r *Region) Replaced() (pid int, reason string) { return r.replaced, r.reason }
+
+// Adopted says whether this is the file of a dead owner that Take took over, with its entries.
+func (r *Region) Adopted() bool { return r.adopted }
+
+// Port is the port of the side channel that the file had when it was created (0) or adopted.
+func (r *Region) Port() int { return r.header.port }
 
 // Pool is the whole pool, writable. It stays valid until Close; nil after it.
 func (r *Region) Pool() []byte {
@@ -192,6 +208,16 @@ func (r *Region) Slots() *SlotTable {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.table
+}
+
+// Clients is the table of clients; like Slots it is the owner's to write, and dies at Close; nil after it.
+func (r *Region) Clients() *ClientTable {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return nil
+	}
+	return newClientTable(r.mem, true)
 }
 
 // Reopen gives a freshly opened description of the file (never the locked one), to be passed to an engine or registered with a
@@ -227,6 +253,16 @@ func (r *Region) SetPort(port int) {
 	defer r.mu.Unlock()
 	if !r.closed {
 		atomic.StoreUint64(headerWord(r.mem, offPort), uint64(port))
+	}
+}
+
+// KeepFor lets the file wait so long, from now on, for its owner's restart, should that die: a live owner calls it again well
+// before the time is over. 0: not at all. A no-op after Close.
+func (r *Region) KeepFor(d time.Duration) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.closed {
+		atomic.StoreUint64(headerWord(r.mem, offAdoptUntil), uint64(adoptUntil(d)))
 	}
 }
 

@@ -23,11 +23,12 @@ const (
 //	      2      holds
 //	      3      checksum of the encoding
 //	      4      flags: bit 0, the encoding has a checksum
+//	      5      pins of clients
 //	      8..63  the record (see record.go), constant from Fill to Free
 //
 // The order of stores makes a table truthful at whatever instruction its owner is killed. Fill stores word 0 as filling, then the
 // rest: a record that is half written has a wrong checksum, and its extents were not handed out yet. Ready stores words 3 and 4,
-// then word 0. Free stores word 0.
+// then word 0. Free stores word 0. Word 5 is stored before a client is told of its pin, and after it let go.
 const (
 	slotWords    = SlotBytes / 8
 	wordState    = 0
@@ -35,6 +36,7 @@ const (
 	wordHolds    = 2
 	wordChecksum = 3
 	wordFlags    = 4
+	wordPins     = 5
 	wordRecord   = 8
 	recordWords  = slotWords - wordRecord
 
@@ -74,15 +76,16 @@ type Slot struct {
 	Shape       []int64
 	Bytes       int64    // bytes of the encoding, without the padding of the last block
 	Extents     []Extent // ascending, not touching each other's blocks, together at least Bytes long
-	Owner       uint64   // who fills it; meaning given by the node
+	Owner       uint64   // Client.ID of who fills it; 0: the owner of the file itself, whose death ends it
 	Checksum    uint64   // xxh3 of the encoding's bytes, if HasChecksum
 	HasChecksum bool
 	Holds       uint32
+	Pins        uint32 // of clients, which outlive the owner
 }
 
 // SlotTable is the table of slots of a mapped region. Reads are safe from any process and goroutine, at any time; writes are the
 // owner's, under its lock. The table dies with its Region or Mapping. A write to an attacher's table is a bug and panics, and so
-// is an index out of range in Ready, Free and SetHolds; what a peer may name (Load, Check) is checked.
+// is an index out of range in Ready, Free, SetHolds and SetPins; what a peer may name (Load, Check) is checked.
 type SlotTable struct {
 	words    []uint64
 	gen      *uint64 // the generation given last
@@ -93,7 +96,7 @@ type SlotTable struct {
 // newSlotTable is over a mapped file, from its first byte.
 func newSlotTable(mem []byte, g Geometry, writable bool) *SlotTable {
 	return &SlotTable{
-		words:    unsafe.Slice((*uint64)(unsafe.Pointer(&mem[headerBytes])), g.Slots*slotWords),
+		words:    unsafe.Slice((*uint64)(unsafe.Pointer(&mem[tableOffset])), g.Slots*slotWords),
 		gen:      headerWord(mem, offGen),
 		geometry: g,
 		writable: writable,
@@ -115,7 +118,7 @@ func (t *SlotTable) writableSlot(i int) *[slotWords]uint64 {
 func (t *SlotTable) Len() int { return t.geometry.Slots }
 
 // Fill writes a reservation: state filling and a new generation are visible before any byte of the extents may change.
-// It returns the generation. State, Gen, Checksum and HasChecksum of s are ignored. ErrSlot: the slot is not free, or s does not
+// It returns the generation. State, Gen, Checksum, HasChecksum and Pins of s are ignored. ErrSlot: the slot is not free, or s does not
 // fit the format or the pool; nothing has changed then.
 func (t *SlotTable) Fill(i int, s Slot) (uint64, error) {
 	if uint(i) >= uint(t.Len()) {
@@ -133,6 +136,7 @@ func (t *SlotTable) Fill(i int, s Slot) (uint64, error) {
 	atomic.StoreUint64(&w[wordState], gen<<stateBits|uint64(SlotFilling))
 	atomic.StoreUint64(&w[wordHolds], uint64(s.Holds))
 	atomic.StoreUint64(&w[wordFlags], 0)
+	atomic.StoreUint64(&w[wordPins], 0)
 	atomic.StoreUint64(&w[wordSum], r.sum(gen))
 	for n, v := range r.words[:r.n] {
 		atomic.StoreUint64(&w[wordRecord+n], v)
@@ -166,6 +170,11 @@ func (t *SlotTable) SetHolds(i int, n uint32) {
 	atomic.StoreUint64(&t.writableSlot(i)[wordHolds], uint64(n))
 }
 
+// SetPins records the number of pins that clients have. Their death, not the owner's, ends these.
+func (t *SlotTable) SetPins(i int, n uint32) {
+	atomic.StoreUint64(&t.writableSlot(i)[wordPins], uint64(n))
+}
+
 // Load gives a consistent copy, or ErrFormat if the slot's content is impossible (never a panic). ErrSlot: no such slot.
 //
 // A free slot has a state and the generation of its last entry, nothing else. A filling slot whose record is not complete (its
@@ -190,6 +199,7 @@ func (t *SlotTable) Load(i int) (Slot, error) {
 		holds := atomic.LoadUint64(&w[wordHolds])
 		checksum := atomic.LoadUint64(&w[wordChecksum])
 		flags := atomic.LoadUint64(&w[wordFlags])
+		pins := atomic.LoadUint64(&w[wordPins])
 		if atomic.LoadUint64(&w[wordState]) != now {
 			continue
 		}
@@ -205,7 +215,7 @@ func (t *SlotTable) Load(i int) (Slot, error) {
 		if s.State == SlotReady && flags&flagHasSum != 0 {
 			s.Checksum, s.HasChecksum = checksum, true
 		}
-		s.Holds = uint32(holds)
+		s.Holds, s.Pins = uint32(holds), uint32(pins)
 		return s, nil
 	}
 	// It changes faster than it can be read: whatever it holds now, nobody may rely on its bytes.

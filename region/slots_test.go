@@ -21,7 +21,7 @@ var tableGeometry = Geometry{BlockBytes: 100, Blocks: 64, Slots: 8}
 
 // memoryTable is a table in Go's memory, where the race detector sees every access (it does not look into mapped files).
 func memoryTable(g Geometry) *SlotTable {
-	words := make([]uint64, (headerBytes+g.Slots*SlotBytes)/8)
+	words := make([]uint64, (tableOffset+g.Slots*SlotBytes)/8)
 	return newSlotTable(unsafe.Slice((*byte)(unsafe.Pointer(&words[0])), len(words)*8), g, true)
 }
 
