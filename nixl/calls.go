@@ -30,6 +30,8 @@ type calls interface {
 	releaseRequest(agent, request handle)
 	telemetry(agent, request handle) (Telemetry, Status)
 
+	unmap(b []byte) error
+
 	notifications(agent handle) ([]Notification, Status)
 	notify(agent handle, peer string, message []byte) Status
 }

@@ -7,12 +7,13 @@ import (
 	"unsafe"
 
 	"github.com/ebitengine/purego"
+	"golang.org/x/sys/unix"
 )
 
 // capi executes calls by the C library.
 type capi struct {
-	fn   map[string]uintptr // by name without the prefix nixl_capi_
-	free uintptr            // libc's
+	fn           map[string]uintptr // by name without the prefix nixl_capi_
+	free, munmap uintptr            // libc's
 }
 
 // symbols of the C ABI that this package calls. Those after the empty name may be missing.
@@ -47,11 +48,12 @@ func newCAPI(library uintptr, lookup func(library uintptr, name string) (uintptr
 			return nil, fmt.Errorf("%w: no symbol nixl_capi_%s (a NIXL older than 1.3?)", ErrUnsupported, name)
 		}
 	}
-	free, err := lookup(purego.RTLD_DEFAULT, "free")
-	if err != nil {
-		return nil, fmt.Errorf("%w: libc's free: %w", ErrUnsupported, err)
+	for name, address := range map[string]*uintptr{"free": &c.free, "munmap": &c.munmap} {
+		var err error
+		if *address, err = lookup(purego.RTLD_DEFAULT, name); err != nil {
+			return nil, fmt.Errorf("%w: libc's %s: %w", ErrUnsupported, name, err)
+		}
 	}
-	c.free = free
 	return c, nil
 }
 
@@ -257,6 +259,14 @@ func (c *capi) release(address uintptr) {
 	if address != 0 {
 		purego.SyscallN(c.free, address)
 	}
+}
+
+func (c *capi) unmap(b []byte) error {
+	r, _, errno := purego.SyscallN(c.munmap, uintptr(unsafe.Pointer(unsafe.SliceData(b))), uintptr(len(b)))
+	if int32(r) != 0 {
+		return unix.Errno(errno)
+	}
+	return nil
 }
 
 func (c *capi) loadPeer(agent handle, metadata []byte) (string, Status) {

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"sync"
 	"unsafe"
+
+	"golang.org/x/sys/unix"
 )
 
 // Fake is a NIXL made of Go maps, for tests of programs that use this package: agents of one process that copy memory from one
@@ -444,6 +446,10 @@ func (c *fakeCalls) telemetry(agent, request handle) (t Telemetry, s Status) {
 		return StatusSuccess
 	})
 	return t, s
+}
+
+func (c *fakeCalls) unmap(b []byte) error {
+	return unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b)))
 }
 
 func (c *fakeCalls) notifications(agent handle) (n []Notification, s Status) {

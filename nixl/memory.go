@@ -101,3 +101,15 @@ func (r *Registration) Close() error {
 	}
 	return r.agent.c.deregister(r.agent.h, r.h).err("deregister")
 }
+
+// Unmap ends a mapping, all of it, that was registered once, by libc's munmap: UCX watches that function for what it may have cached of
+// the memory, and does not see a plain system call. A second mapping at the same address would be taken for this one.
+func (l *Library) Unmap(b []byte) error {
+	if len(b) == 0 {
+		return fmt.Errorf("%w: unmap of nothing", ErrBadArgument)
+	}
+	if err := l.c.unmap(b); err != nil {
+		return fmt.Errorf("nixl: unmap %d bytes: %w", len(b), err)
+	}
+	return nil
+}

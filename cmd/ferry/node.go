@@ -143,6 +143,7 @@ func (f *configFlags) read(cmd *cobra.Command) (node.Config, error) {
 	if err != nil {
 		return c, usageError{err}
 	}
+	c.NIXL.AgentCommand = nixlAgentCommand()
 	return c, nil
 }
 

@@ -52,7 +52,8 @@ type piece struct {
 type readOp struct {
 	peer   uint64
 	pieces []piece
-	note   []byte // may be empty, and is sent all the same
+	notify bool   // tell the peer when it is complete
+	note   []byte // with this, which may be empty
 }
 
 // maxPieces of one READ.

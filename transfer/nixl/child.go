@@ -1,26 +1,341 @@
 package nixl
 
 import (
+	"bufio"
 	"context"
+	"encoding/binary"
+	"encoding/json"
 	"errors"
+	"fmt"
+	"io"
 	"log/slog"
+	"net"
+	"os"
+	"os/exec"
+	"runtime"
+	"slices"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/tensorferry/tensorferry/transfer"
+	"github.com/tensorferry/tensorferry/transfer/internal/fields"
 )
 
+// hello is what an agent process is told first.
 type hello struct {
-	Library string
-	Engine  engineOptions
+	Library string        `json:"library"`
+	Engine  engineOptions `json:"engine"`
 }
+
 type childOptions struct {
 	command []string
 	role    role
 	hello   hello
 	log     *slog.Logger
 }
+
+// child is an agent in a process of its own, which ends with this one, whatever ends that.
 type child struct {
-	agent
-	facts facts
+	facts  facts
+	o      childOptions
+	wire   *wire
+	notify func([]byte)
+	pid    int
+
+	reaped chan struct{} // closed when the process is gone
+	isOver chan struct{} // closed when all that waited have been told
+
+	mu      sync.Mutex
+	ended   bool // by us
+	dead    bool
+	next    uint64
+	pending map[uint64]func(*fields.Reader, error) // called once, without the lock
 }
 
-func startChild(context.Context, childOptions, func([]byte)) (*child, error) {
-	return nil, errors.New("not yet")
+// startChild starts the process and waits until its agent is ready. notify as with newEngine.
+func startChild(ctx context.Context, o childOptions, notify func([]byte)) (*child, error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("nixl: socket pair for an agent process: %w", err)
+	}
+	ours, theirs := os.NewFile(uintptr(fds[0]), "agent"), os.NewFile(uintptr(fds[1]), "plane")
+	defer theirs.Close()
+	w, err := newWire(ours)
+	_ = ours.Close() // the connection has its own
+	if err != nil {
+		return nil, err
+	}
+	c := &child{
+		o: o, wire: w, notify: notify, reaped: make(chan struct{}), isOver: make(chan struct{}),
+		pending: map[uint64]func(*fields.Reader, error){},
+	}
+	if err := c.run(theirs); err != nil {
+		_ = w.conn.Close()
+		return nil, err
+	}
+	go c.listen()
+	r, err := c.call(ctx, frameHello, nil, func(b []byte) []byte {
+		text, _ := json.Marshal(o.hello) // a struct of strings and numbers
+		return append(b, text...)
+	}, nil)
+	if err == nil {
+		err = json.Unmarshal(r.Bytes(r.Len()), &c.facts)
+	}
+	if err != nil {
+		c.end()
+		return nil, fmt.Errorf("nixl: agent process (%s): %w", o.role, err)
+	}
+	return c, nil
 }
+
+// run starts the process. The goroutine that does keeps its thread until the process is gone: the kernel sends the parent-death
+// signal when the thread ends that started the child, not the process.
+func (c *child) run(socket *os.File) error {
+	stderr, pipe, err := os.Pipe()
+	if err != nil {
+		return fmt.Errorf("nixl: pipe for an agent process: %w", err)
+	}
+	args := append(slices.Clone(c.o.command[1:]), "--role", string(c.o.role))
+	cmd := exec.Command(c.o.command[0], args...)
+	cmd.ExtraFiles = []*os.File{socket}
+	cmd.Stdout, cmd.Stderr = pipe, pipe
+	// A session of its own: a terminal's Ctrl-C is for the node, which ends its agents when nothing needs them any more.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setsid: true}
+	started := make(chan error, 1)
+	go func() {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		err := cmd.Start()
+		_ = pipe.Close()
+		if err != nil {
+			_ = stderr.Close()
+			started <- fmt.Errorf("nixl: start agent process %s: %w", c.o.command[0], err)
+			return
+		}
+		c.pid = cmd.Process.Pid
+		started <- nil
+		err = cmd.Wait()
+		c.mu.Lock()
+		ended := c.ended
+		c.mu.Unlock()
+		if !ended {
+			c.o.log.Error("nixl: an agent process died", "role", c.o.role, "pid", c.pid, "err", err)
+		}
+		close(c.reaped)
+	}()
+	if err := <-started; err != nil {
+		return err
+	}
+	go c.logLines(stderr)
+	return nil
+}
+
+// logLines passes on what the library says, which is the only place where it says why something failed.
+func (c *child) logLines(from *os.File) {
+	defer from.Close()
+	lines := bufio.NewReaderSize(from, 4096)
+	for {
+		line, _, err := lines.ReadLine()
+		if err != nil {
+			return
+		}
+		c.o.log.Warn("nixl: agent process", "role", c.o.role, "pid", c.pid, "says", string(line))
+	}
+}
+
+// listen hands out what the process sends, until it is gone.
+func (c *child) listen() {
+	for {
+		f, err := c.wire.next()
+		if err != nil {
+			if !errors.Is(err, io.EOF) && !errors.Is(err, net.ErrClosed) && !errors.Is(err, unix.ECONNRESET) {
+				c.o.log.Error("nixl: an agent process is given up", "role", c.o.role, "pid", c.pid, "err", err)
+			}
+			break
+		}
+		switch f.kind {
+		case frameReply:
+			c.mu.Lock()
+			done := c.pending[f.id]
+			delete(c.pending, f.id)
+			c.mu.Unlock()
+			if done != nil {
+				done(parseReply(f.body))
+			}
+		case frameNotification:
+			if c.notify != nil {
+				c.notify(slices.Clone(f.body))
+			}
+		}
+	}
+	c.kill()
+	<-c.reaped
+	_ = c.wire.conn.Close()
+	c.mu.Lock()
+	c.dead = true
+	left := c.pending
+	c.pending = nil
+	c.mu.Unlock()
+	for _, done := range left {
+		done(nil, errDied)
+	}
+	close(c.isOver)
+}
+
+var errDied = fmt.Errorf("%w: nixl: the agent process ended", transfer.ErrPeerLost)
+
+func (c *child) kill() {
+	select {
+	case <-c.reaped: // its pid may be another's by now
+	default:
+		_ = unix.Kill(c.pid, unix.SIGKILL) // it may have ended by itself, and is not reaped before Wait returns
+	}
+}
+
+func (c *child) over() <-chan struct{} { return c.isOver }
+
+// end kills the process: nothing else is sure to end what a network card still writes. Its sockets and memory go with it.
+func (c *child) end() {
+	c.mu.Lock()
+	c.ended = true
+	c.mu.Unlock()
+	c.kill()
+	<-c.isOver
+}
+
+// ask sends a request; done is called once with the reply. It never calls done itself.
+func (c *child) ask(kind frameKind, f *os.File, body func([]byte) []byte, done func(*fields.Reader, error)) error {
+	c.mu.Lock()
+	if c.dead {
+		c.mu.Unlock()
+		return errDied
+	}
+	c.next++
+	id := c.next
+	c.pending[id] = done
+	c.mu.Unlock()
+	err := c.wire.send(kind, id, f, body)
+	if err == nil {
+		return nil
+	}
+	c.mu.Lock()
+	_, mine := c.pending[id]
+	delete(c.pending, id)
+	c.mu.Unlock()
+	if !errors.Is(err, transfer.ErrBadRequest) {
+		// A part of it may have been sent, so nothing can follow.
+		c.kill()
+		err = fmt.Errorf("%w: nixl: agent process: %w", transfer.ErrPeerLost, err)
+	}
+	if !mine {
+		return nil // done was called
+	}
+	return err
+}
+
+// call waits for the reply. If ctx ends first, late is called with a reply that comes after all, to undo what it says.
+func (c *child) call(ctx context.Context, kind frameKind, f *os.File, body func([]byte) []byte, late func(*fields.Reader)) (*fields.Reader, error) {
+	type answer struct {
+		r   *fields.Reader
+		err error
+	}
+	answers := make(chan answer, 1)
+	var mu sync.Mutex
+	gone := false
+	err := c.ask(kind, f, body, func(r *fields.Reader, err error) {
+		if r != nil {
+			r = fields.NewReader(slices.Clone(r.Bytes(r.Len()))) // the buffer is the wire's
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		if gone {
+			if err == nil && late != nil {
+				go late(r)
+			}
+			return
+		}
+		answers <- answer{r, err}
+	})
+	if err != nil {
+		return nil, err
+	}
+	select {
+	case a := <-answers:
+		return a.r, a.err
+	case <-ctx.Done():
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	gone = true
+	select {
+	case a := <-answers:
+		return a.r, a.err
+	default:
+		return nil, fmt.Errorf("nixl: agent process: %w", ctx.Err())
+	}
+}
+
+// tell sends what is not answered.
+func (c *child) tell(kind frameKind, body func([]byte) []byte) {
+	c.mu.Lock()
+	dead := c.dead
+	c.mu.Unlock()
+	if !dead && c.wire.send(kind, 0, nil, body) != nil {
+		c.kill()
+	}
+}
+
+func (c *child) attach(ctx context.Context, m attachment) (place, error) {
+	r, err := c.call(ctx, frameAttach, m.file, func(b []byte) []byte {
+		b = binary.LittleEndian.AppendUint32(b, m.id)
+		b = binary.LittleEndian.AppendUint64(b, uint64(m.offset))
+		b = binary.LittleEndian.AppendUint64(b, uint64(len(m.bytes)))
+		if m.writable {
+			return append(b, 1)
+		}
+		return append(b, 0)
+	}, func(*fields.Reader) { c.detach(m.id) })
+	if err != nil {
+		return place{}, err
+	}
+	p := place{base: r.Uint64()}
+	p.metadata = r.Bytes(r.Len())
+	return p, nil
+}
+
+func (c *child) detach(id uint32) {
+	c.tell(frameDetach, func(b []byte) []byte { return binary.LittleEndian.AppendUint32(b, id) })
+}
+
+func (c *child) addPeer(ctx context.Context, metadata []byte) (uint64, error) {
+	r, err := c.call(ctx, frameAddPeer, nil, func(b []byte) []byte { return append(b, metadata...) },
+		func(r *fields.Reader) { c.dropPeer(r.Uint64()) })
+	if err != nil {
+		return 0, err
+	}
+	return r.Uint64(), nil
+}
+
+func (c *child) dropPeer(peer uint64) {
+	c.tell(frameDropPeer, func(b []byte) []byte { return binary.LittleEndian.AppendUint64(b, peer) })
+}
+
+func (c *child) read(r readOp, done func(error)) {
+	err := c.ask(frameRead, nil, func(b []byte) []byte { return appendRead(b, r) }, func(_ *fields.Reader, err error) { done(err) })
+	if err == nil {
+		return
+	}
+	if errors.Is(err, transfer.ErrBadRequest) {
+		done(err)
+		return
+	}
+	// The process may have got it: it is over when the process is.
+	go func() {
+		<-c.isOver
+		done(err)
+	}()
+}
+
+func (c *child) attend() { go c.tell(frameAttend, nil) }

@@ -97,7 +97,11 @@ func (e *engine) attach(ctx context.Context, m attachment) (place, error) {
 	if err := ctx.Err(); err != nil {
 		return place{}, err
 	}
-	r := binding.RangeOf(m.bytes)
+	return e.register(m.id, m.bytes)
+}
+
+func (e *engine) register(id uint32, b []byte) (place, error) {
+	r := binding.RangeOf(b)
 	registration, err := e.agent.Register(binding.DRAM, []binding.Range{r})
 	if err != nil {
 		return place{}, classify(err, transfer.ErrBadRequest)
@@ -108,7 +112,7 @@ func (e *engine) attach(ctx context.Context, m attachment) (place, error) {
 		return place{}, classify(err, transfer.ErrClosed)
 	}
 	e.mu.Lock()
-	e.memories[m.id] = &attached{base: r.Addr, length: r.Len, registration: registration}
+	e.memories[id] = &attached{base: r.Addr, length: r.Len, registration: registration}
 	e.mu.Unlock()
 	return place{base: uint64(r.Addr), metadata: md}, nil
 }
@@ -195,8 +199,11 @@ func (e *engine) request(r readOp, remote *remote) (*binding.Request, error) {
 		far[i] = binding.Range{Addr: uintptr(p.remote), Len: p.length}
 	}
 	e.mu.Unlock()
-	return e.agent.NewRequest(binding.Read, binding.Descs{Ranges: local}, binding.Descs{Ranges: far}, remote.peer,
-		binding.RequestOptions{Notification: r.note})
+	var o binding.RequestOptions
+	if r.notify {
+		o.Notification = append([]byte{}, r.note...) // not nil
+	}
+	return e.agent.NewRequest(binding.Read, binding.Descs{Ranges: local}, binding.Descs{Ranges: far}, remote.peer, o)
 }
 
 // finish is the end of a READ, good or bad.

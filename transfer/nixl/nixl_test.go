@@ -1,6 +1,7 @@
 package nixl
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -30,6 +31,27 @@ func realPath(t testing.TB) string {
 	return ""
 }
 
+// agentEnv makes this test binary an agent process.
+const agentEnv = "FERRY_NIXL_TEST_AGENT"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(agentEnv) == "" {
+		os.Exit(m.Run())
+	}
+	if err := RunAgent(os.NewFile(AgentSocket, "socket")); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	os.Exit(0)
+}
+
+// processes are options for agents in processes of their own.
+func processes(t testing.TB) Options {
+	t.Helper()
+	path := realPath(t)
+	return Options{Library: path, Command: []string{"/usr/bin/env", agentEnv + "=1", os.Args[0]}}
+}
+
 func newPlane(t testing.TB, o Options) *Plane {
 	t.Helper()
 	p, err := New(o)
@@ -51,5 +73,12 @@ func TestNIXLPlaneConformsInThisProcess(t *testing.T) {
 	path := realPath(t)
 	transfertest.Run(t, func(t *testing.T, _ string) (producer, consumer transfer.Plane) {
 		return newPlane(t, Options{Library: path}), newPlane(t, Options{Library: path})
+	})
+}
+
+func TestNIXLPlaneConformsInProcessesOfItsOwn(t *testing.T) {
+	o := processes(t)
+	transfertest.Run(t, func(t *testing.T, _ string) (producer, consumer transfer.Plane) {
+		return newPlane(t, o), newPlane(t, o)
 	})
 }

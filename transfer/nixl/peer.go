@@ -130,9 +130,9 @@ func (c *peer) Read(ctx context.Context, r transfer.ReadRequest) (transfer.Read,
 	}
 	c.reads[rd] = struct{}{}
 	c.mu.Unlock()
-	note := append([]byte{}, r.Notification...) // an empty one says as much: the READ is complete
+	note := slices.Clone(r.Notification)
 	if direct {
-		a.read(readOp{peer: id, pieces: pieces, note: note}, rd.end)
+		a.read(readOp{peer: id, pieces: pieces, notify: true, note: note}, rd.end)
 		return rd, nil
 	}
 	parts := span.Split(slices.Clone(r.Remote), slices.Clone(r.Local), total, int((total+bounceSlot-1)/bounceSlot))
@@ -237,7 +237,7 @@ func (r *read) staged(id uint64, bounce *memory, parts []span.Part, note []byte)
 				return err
 			}
 			if i == len(parts)-1 {
-				op.note = note
+				op.notify, op.note = true, note
 			}
 			r.agent.read(op, func(err error) { ended <- err })
 			if err := <-ended; err != nil {

@@ -1,0 +1,263 @@
+package nixl
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/tensorferry/tensorferry/transfer"
+	"github.com/tensorferry/tensorferry/transfer/internal/fields"
+)
+
+// What a plane and an agent process say to each other, over a pair of unix stream sockets: frames of a length (4 bytes, of what
+// follows), a kind (1 byte), an id (8 bytes) and a body, all little endian. Every request but dropPeer, detach and attend is answered by one
+// reply with its id: a code, a text, and what was asked for. Both ends are one build, so there is no version.
+type frameKind uint8
+
+const (
+	frameHello        frameKind = iota + 1 // JSON of hello; reply: JSON of facts
+	frameAttach                            // memory id, offset, length, writable; a descriptor; reply: base, agent metadata
+	frameDetach                            // memory id
+	frameAddPeer                           // metadata; reply: peer id
+	frameDropPeer                          // peer id
+	frameRead                              // peer id, whether to notify, the message, pieces
+	frameAttend                            // nothing
+	frameReply                             // to the plane
+	frameNotification                      // to the plane: the message
+)
+
+const (
+	frameHeader = 4 + 1 + 8
+	maxFrame    = 4 << 20 // a READ of maxPieces has 1.8 MB
+	pieceBytes  = 4 + 3*8
+	writeStall  = 10 * time.Second // an agent process that reads nothing for so long is given up
+)
+
+type frame struct {
+	kind frameKind
+	id   uint64
+	body []byte // valid until the next one is read
+}
+
+var errBadFrame = errors.New("nixl: malformed frame of an agent process")
+
+// wire is one end. Reading is one goroutine's; writing is anybody's.
+type wire struct {
+	conn *net.UnixConn
+
+	buf        []byte
+	start, end int
+	fds        []*os.File // received, in order
+
+	mu  sync.Mutex
+	out []byte
+}
+
+func newWire(f *os.File) (*wire, error) {
+	c, err := net.FileConn(f)
+	if err != nil {
+		return nil, fmt.Errorf("nixl: socket of an agent process: %w", err)
+	}
+	u, ok := c.(*net.UnixConn)
+	if !ok {
+		_ = c.Close()
+		return nil, fmt.Errorf("nixl: descriptor %d is no unix socket", f.Fd())
+	}
+	return &wire{conn: u, buf: make([]byte, 64<<10)}, nil
+}
+
+// send writes one frame, with a file if f is not nil. body appends what follows the header.
+func (w *wire) send(kind frameKind, id uint64, f *os.File, body func([]byte) []byte) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	b := append(w.out[:0], 0, 0, 0, 0, byte(kind))
+	b = binary.LittleEndian.AppendUint64(b, id)
+	if body != nil {
+		b = body(b)
+	}
+	if cap(b) <= 1<<20 {
+		w.out = b
+	}
+	if len(b) > maxFrame {
+		return fmt.Errorf("%w: nixl: a frame of %d bytes, at most %d", transfer.ErrBadRequest, len(b), maxFrame)
+	}
+	binary.LittleEndian.PutUint32(b, uint32(len(b)-4))
+	if err := w.conn.SetWriteDeadline(time.Now().Add(writeStall)); err != nil {
+		return err
+	}
+	var rights []byte
+	if f != nil {
+		rights = unix.UnixRights(int(f.Fd()))
+	}
+	for len(b) > 0 {
+		n, _, err := w.conn.WriteMsgUnix(b, rights, nil)
+		if err != nil {
+			return err
+		}
+		b, rights = b[n:], nil
+	}
+	return nil
+}
+
+// next reads one frame.
+func (w *wire) next() (frame, error) {
+	for {
+		if have := w.end - w.start; have >= 4 {
+			n := int(binary.LittleEndian.Uint32(w.buf[w.start:]))
+			if n < frameHeader-4 || n > maxFrame {
+				return frame{}, fmt.Errorf("%w: length %d", errBadFrame, n)
+			}
+			if have >= 4+n {
+				b := w.buf[w.start+4 : w.start+4+n]
+				w.start += 4 + n
+				return frame{frameKind(b[0]), binary.LittleEndian.Uint64(b[1:]), b[9:]}, nil
+			}
+			w.room(4 + n)
+		} else {
+			w.room(frameHeader)
+		}
+		if err := w.fill(); err != nil {
+			return frame{}, err
+		}
+	}
+}
+
+// room makes the buffer hold a frame of n bytes.
+func (w *wire) room(n int) {
+	if w.start+n <= len(w.buf) {
+		return
+	}
+	to := w.buf
+	if n > len(w.buf) {
+		to = make([]byte, n)
+	}
+	w.end = copy(to, w.buf[w.start:w.end])
+	w.start, w.buf = 0, to
+}
+
+func (w *wire) fill() error {
+	if w.end == len(w.buf) {
+		w.room(len(w.buf) - w.start + 1)
+	}
+	var oob [128]byte
+	n, oobn, _, _, err := w.conn.ReadMsgUnix(w.buf[w.end:], oob[:])
+	if err != nil {
+		return err
+	}
+	if n == 0 && oobn == 0 {
+		return io.EOF
+	}
+	w.end += n
+	if oobn == 0 {
+		return nil
+	}
+	messages, err := unix.ParseSocketControlMessage(oob[:oobn])
+	if err != nil {
+		return fmt.Errorf("%w: %w", errBadFrame, err)
+	}
+	for i := range messages {
+		fds, err := unix.ParseUnixRights(&messages[i])
+		if err != nil {
+			return fmt.Errorf("%w: %w", errBadFrame, err)
+		}
+		for _, fd := range fds {
+			w.fds = append(w.fds, os.NewFile(uintptr(fd), "received"))
+		}
+	}
+	return nil
+}
+
+// file takes the descriptor that came with the frame at hand.
+func (w *wire) file() (*os.File, error) {
+	if len(w.fds) == 0 {
+		return nil, fmt.Errorf("%w: no descriptor", errBadFrame)
+	}
+	f := w.fds[0]
+	w.fds = w.fds[1:]
+	return f, nil
+}
+
+// Codes of replies: which of the contract's errors it is.
+var replyErrors = []error{
+	nil, transfer.ErrBadRequest, transfer.ErrPeerLost, transfer.ErrUnreachable, transfer.ErrClosed,
+}
+
+func appendReply(b []byte, err error) []byte {
+	code, text := 0, ""
+	if err != nil {
+		code, text = 2, err.Error()
+		for i, e := range replyErrors {
+			if i > 0 && errors.Is(err, e) {
+				code = i
+				break
+			}
+		}
+	}
+	b = append(b, byte(code))
+	return fields.AppendString(b, text[:min(len(text), 4096)])
+}
+
+// remoteError is an error of an agent process. Its text names the kind already.
+type remoteError struct {
+	kind error
+	text string
+}
+
+func (e *remoteError) Error() string { return e.text }
+func (e *remoteError) Unwrap() error { return e.kind }
+
+// parseReply gives the error of a reply, and what follows it.
+func parseReply(body []byte) (*fields.Reader, error) {
+	r := fields.NewReader(body)
+	code := r.Bytes(1)
+	text := r.Str()
+	switch {
+	case !r.OK() || int(code[0]) >= len(replyErrors):
+		return nil, fmt.Errorf("%w: %w: reply of %d bytes", transfer.ErrPeerLost, errBadFrame, len(body))
+	case code[0] != 0:
+		return nil, &remoteError{replyErrors[code[0]], text}
+	}
+	return r, nil
+}
+
+func appendRead(b []byte, r readOp) []byte {
+	b = binary.LittleEndian.AppendUint64(b, r.peer)
+	notify := byte(0)
+	if r.notify {
+		notify = 1
+	}
+	b = append(b, notify)
+	b = fields.AppendString(b, string(r.note))
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(r.pieces)))
+	for _, p := range r.pieces {
+		b = binary.LittleEndian.AppendUint32(b, p.memory)
+		b = binary.LittleEndian.AppendUint64(b, p.offset)
+		b = binary.LittleEndian.AppendUint64(b, p.remote)
+		b = binary.LittleEndian.AppendUint64(b, p.length)
+	}
+	return b
+}
+
+func parseRead(body []byte) (readOp, error) {
+	r := fields.NewReader(body)
+	op := readOp{peer: r.Uint64()}
+	notify := r.Bytes(1)
+	op.note = []byte(r.Str())
+	n := int(r.Uint32())
+	if !r.OK() || n > maxPieces || r.Len() != n*pieceBytes {
+		return readOp{}, errBadFrame
+	}
+	op.notify = notify[0] != 0
+	op.pieces = make([]piece, n)
+	for i := range op.pieces {
+		op.pieces[i] = piece{r.Uint32(), r.Uint64(), r.Uint64(), r.Uint64()}
+	}
+	return op, nil
+}

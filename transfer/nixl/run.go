@@ -1,0 +1,178 @@
+package nixl
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	binding "github.com/tensorferry/tensorferry/nixl"
+	"github.com/tensorferry/tensorferry/transfer"
+	"github.com/tensorferry/tensorferry/transfer/internal/fields"
+)
+
+// AgentSocket is the descriptor that an agent process finds its socket at.
+const AgentSocket = 3
+
+// RunAgent is the main function of an agent process, see Options.Command: it does what the plane asks for over socket, and returns
+// when the plane is gone, or when what it said makes no sense. The process must end then, and without libc's exit handlers: NIXL's can
+// crash (os.Exit does not run them).
+func RunAgent(socket *os.File) error {
+	w, err := newWire(socket)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = w.conn.Close() }()
+	h := &host{wire: w, mappings: map[uint32][]byte{}}
+	for {
+		f, err := w.next()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err == nil {
+			err = h.handle(f)
+		}
+		if err != nil {
+			return fmt.Errorf("agent process: %w", err)
+		}
+	}
+}
+
+// host is an engine on a wire.
+type host struct {
+	wire    *wire
+	library *binding.Library
+	engine  *engine
+
+	mu       sync.Mutex
+	mappings map[uint32][]byte
+}
+
+// handle does one request. Errors are those of the wire.
+func (h *host) handle(f frame) error {
+	r := fields.NewReader(f.body)
+	if h.engine == nil {
+		if f.kind != frameHello {
+			return fmt.Errorf("%w: kind %d first", errBadFrame, f.kind)
+		}
+		return h.hello(f)
+	}
+	switch f.kind {
+	case frameAttach:
+		return h.attach(f)
+	case frameDetach:
+		h.detach(r.Uint32())
+	case frameAddPeer:
+		metadata := append([]byte(nil), f.body...)
+		go func() { // it may wait for the network
+			peer, err := h.engine.peers.add(metadata)
+			h.reply(f.id, err, func(b []byte) []byte { return binary.LittleEndian.AppendUint64(b, peer) })
+		}()
+	case frameDropPeer:
+		peer := r.Uint64()
+		go h.engine.dropPeer(peer)
+	case frameRead:
+		op, err := parseRead(f.body)
+		if err != nil {
+			return err
+		}
+		// On this goroutine: the library does one at a time anyway, and a hand-over would cost a wake-up.
+		h.engine.post(op, func(err error) { h.reply(f.id, err, nil) })
+	case frameAttend:
+		h.engine.attend()
+	default:
+		return fmt.Errorf("%w: kind %d", errBadFrame, f.kind)
+	}
+	return nil
+}
+
+// reply that cannot be sent is nobody's any more: the plane is gone, and the reading side sees that.
+func (h *host) reply(id uint64, err error, body func([]byte) []byte) {
+	_ = h.wire.send(frameReply, id, nil, func(b []byte) []byte {
+		b = appendReply(b, err)
+		if err == nil && body != nil {
+			b = body(b)
+		}
+		return b
+	})
+}
+
+func (h *host) hello(f frame) error {
+	var m hello
+	if err := json.Unmarshal(f.body, &m); err != nil {
+		return fmt.Errorf("%w: %w", errBadFrame, err)
+	}
+	var opts []binding.Option
+	if m.Library != "" {
+		opts = append(opts, binding.WithPath(m.Library))
+	}
+	var err error
+	if h.library, err = binding.Load(opts...); err == nil {
+		h.engine, err = newEngine(h.library, m.Engine, func(message []byte) {
+			_ = h.wire.send(frameNotification, 0, nil, func(b []byte) []byte { return append(b, message...) }) // as with reply
+		})
+	}
+	h.reply(f.id, err, func(b []byte) []byte {
+		text, _ := json.Marshal(factsOf(h.library, h.engine.agent)) // a struct of strings
+		return append(b, text...)
+	})
+	return err
+}
+
+// attach maps the file that came with the request and registers it.
+func (h *host) attach(f frame) error {
+	r := fields.NewReader(f.body)
+	id, offset, length := r.Uint32(), r.Uint64(), r.Uint64()
+	writable := r.Bytes(1)
+	file, err := h.wire.file()
+	if !r.OK() || err != nil {
+		return errors.Join(err, errBadFrame)
+	}
+	b, mapping, err := mapFile(file, offset, length, writable[0] != 0)
+	_ = file.Close() // the mapping stays
+	var p place
+	if err == nil {
+		if p, err = h.engine.register(id, b); err != nil {
+			_ = h.library.Unmap(mapping)
+		} else {
+			h.mu.Lock()
+			h.mappings[id] = mapping
+			h.mu.Unlock()
+		}
+	}
+	h.reply(f.id, err, func(b []byte) []byte {
+		b = binary.LittleEndian.AppendUint64(b, p.base)
+		return append(b, p.metadata...)
+	})
+	return nil
+}
+
+// mapFile maps length bytes at offset, and gives them and the mapping, which starts at a page.
+func mapFile(f *os.File, offset, length uint64, writable bool) (b, mapping []byte, err error) {
+	prot := unix.PROT_READ
+	if writable {
+		prot |= unix.PROT_WRITE
+	}
+	lead := offset % uint64(os.Getpagesize())
+	mapping, err = unix.Mmap(int(f.Fd()), int64(offset-lead), int(length+lead), prot, unix.MAP_SHARED|unix.MAP_POPULATE)
+	if err != nil {
+		return nil, nil, fmt.Errorf("%w: nixl: map %d bytes at %d: %w", transfer.ErrBadRequest, length, offset, err)
+	}
+	return mapping[lead:], mapping, nil
+}
+
+func (h *host) detach(id uint32) {
+	h.engine.detach(id)
+	h.mu.Lock()
+	mapping := h.mappings[id]
+	delete(h.mappings, id)
+	h.mu.Unlock()
+	if mapping != nil {
+		_ = h.library.Unmap(mapping) // fails only on a mapping that is not there
+	}
+}
