@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net"
@@ -15,7 +16,7 @@ import (
 )
 
 func checkShm(c node.Config) finding {
-	dir, wanted := c.ShmDir, wantedBytes(c)
+	dir, wanted := cmp.Or(c.ShmDir, node.DefaultShmDir), wantedBytes(c)
 	var st unix.Statfs_t
 	if err := unix.Statfs(dir, &st); err != nil {
 		return finding{"shm", fail, fmt.Sprintf("%s: %v", dir, err), "name a directory on a tmpfs with --shm-dir"}
@@ -90,14 +91,14 @@ func limitText(n uint64) string {
 }
 
 func checkPorts(c node.Config) []finding {
-	found := []finding{checkPort("side channel", c.SideChannel, "--side-channel")}
+	found := []finding{checkPort("side channel", cmp.Or(c.SideChannel, node.DefaultSideChannel), "--side-channel")}
 	if host, _, err := net.SplitHostPort(c.SideChannel); err == nil && found[0].Verdict == good {
 		if ip := net.ParseIP(host); host == "localhost" || ip != nil && ip.IsLoopback() {
 			found[0].Detail += ": peers of this machine only"
 		}
 	}
 	if c.Admin != node.AdminOff {
-		found = append(found, checkPort("admin", c.Admin, "--admin"))
+		found = append(found, checkPort("admin", cmp.Or(c.Admin, node.DefaultAdmin), "--admin"))
 	}
 	return found
 }

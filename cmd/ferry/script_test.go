@@ -53,6 +53,13 @@ func TestScripts(t *testing.T) {
 			}
 			e.Setenv("sock", dir)
 			e.Defer(func() { os.RemoveAll(dir) })
+			// Regions in a directory of the script's own, so that what is left is this script's.
+			shm, err := os.MkdirTemp("/dev/shm", "fs")
+			if err != nil {
+				return err
+			}
+			e.Setenv("FERRY_SHM_DIR", shm)
+			e.Defer(func() { os.RemoveAll(shm) })
 			return nil
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
@@ -260,7 +267,7 @@ func environ(ts *testscript.TestScript) []string {
 			env = append(env, e)
 		}
 	}
-	for _, k := range []string{"FERRY_INSTANCE", "FERRY_EC_CPU_BYTES", "VLLM_EC_SIDE_CHANNEL_HOST", "VLLM_EC_SIDE_CHANNEL_PORT"} {
+	for _, k := range []string{"FERRY_SHM_DIR", "FERRY_INSTANCE", "FERRY_EC_CPU_BYTES", "VLLM_EC_SIDE_CHANNEL_HOST", "VLLM_EC_SIDE_CHANNEL_PORT"} {
 		if v := ts.Getenv(k); v != "" {
 			env = append(env, k+"="+v)
 		}
