@@ -65,6 +65,7 @@ type CacheOptions struct {
 	Region    *region.Region
 	HoldLease time.Duration // life of a hold, default 120 s
 	HoldShare float64       // part of the pool that held entries may take, in (0, 1], default 0.5; over it the oldest hold is dropped
+	Policy    string        // which entries go when room is needed: PolicyFIFO, the default, or PolicySIEVE
 
 	// Evicted, if set, is called after an entry was evicted, outside the lock, by the goroutine that needed the room and before
 	// its Reserve returns. Calls made for several goroutines come in no fixed order.
@@ -115,6 +116,7 @@ type slotTable interface {
 	Ready(i int, checksum uint64, hasChecksum bool)
 	Free(i int)
 	SetHolds(i int, n uint32)
+	SetPins(i int, n uint32)
 	Load(i int) (region.Slot, error)
 }
 
@@ -163,6 +165,25 @@ func NewCache(o CacheOptions) (*Cache, error) {
 }
 
 func newCache(o CacheOptions, g region.Geometry, pool []byte, slots slotTable) (*Cache, error) {
+	c, err := bareCache(o, g, pool, slots)
+	if err != nil {
+		return nil, err
+	}
+	for i := slots.Len() - 1; i >= 0; i-- { // the lowest slots are used first
+		s, err := slots.Load(i)
+		if err != nil {
+			return nil, fmt.Errorf("ec: slot %d: %w", i, err)
+		}
+		if s.State != region.SlotFree {
+			return nil, fmt.Errorf("%w: slot %d of the region is in use (key %q); its blocks cannot be given away", ErrOptions, i, s.Key)
+		}
+		c.freeSlots = append(c.freeSlots, int32(i))
+	}
+	return c, nil
+}
+
+// bareCache knows nothing of the slots yet, not even which are free.
+func bareCache(o CacheOptions, g region.Geometry, pool []byte, slots slotTable) (*Cache, error) {
 	if o.HoldLease == 0 {
 		o.HoldLease = DefaultHoldLease
 	}
@@ -178,6 +199,10 @@ func newCache(o CacheOptions, g region.Geometry, pool []byte, slots slotTable) (
 	if g.Blocks <= 0 || g.BlockBytes <= 0 || slots.Len() <= 0 || int64(len(pool)) < g.PoolBytes() {
 		return nil, fmt.Errorf("%w: region of %d blocks of %d bytes, %d slots, %d bytes mapped", ErrOptions, g.Blocks, g.BlockBytes, slots.Len(), len(pool))
 	}
+	evict, err := newPolicy(o.Policy)
+	if err != nil {
+		return nil, err
+	}
 	c := &Cache{
 		opt:        o,
 		pool:       pool,
@@ -191,19 +216,9 @@ func newCache(o CacheOptions, g region.Geometry, pool []byte, slots slotTable) (
 		bySlot:     make([]*entry, slots.Len()),
 		edges:      make([]uint32, g.Blocks),
 		freeSlots:  make([]int32, 0, slots.Len()),
-		evict:      newFIFO(),
+		evict:      evict,
 		stuck:      noneStuck,
 		absent:     make(map[string]chan struct{}),
-	}
-	for i := slots.Len() - 1; i >= 0; i-- { // the lowest slots are used first
-		s, err := slots.Load(i)
-		if err != nil {
-			return nil, fmt.Errorf("ec: slot %d: %w", i, err)
-		}
-		if s.State != region.SlotFree {
-			return nil, fmt.Errorf("%w: slot %d of the region is in use (key %q); its blocks cannot be given away", ErrOptions, i, s.Key)
-		}
-		c.freeSlots = append(c.freeSlots, int32(i))
 	}
 	return c, nil
 }
@@ -287,8 +302,8 @@ func (c *Cache) Watch(key string) <-chan struct{} {
 	return w
 }
 
-// Entries is a snapshot: the ready entries in the order in which they became ready, which is that of eviction, then those being
-// filled.
+// Entries is a snapshot: the ready entries in the order in which they became ready, which is that of eviction by PolicyFIFO, then
+// those being filled.
 func (c *Cache) Entries() []Info {
 	type item struct {
 		seq  uint64
@@ -335,7 +350,9 @@ func (c *Cache) Stats() Stats {
 // Pin keeps one entry in place.
 type Pin struct {
 	e    *entry
-	over bool // under the cache's lock
+	over bool // under the cache's lock, as stored
+
+	stored bool // counted in entry.stored
 }
 
 // Info describes the entry as it is now.
@@ -358,6 +375,7 @@ func (p *Pin) Release() {
 		return
 	}
 	p.over = true
+	p.unkeep()
 	e.pins--
 	if e.pins == 0 {
 		e.c.reclass(e)

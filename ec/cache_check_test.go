@@ -85,7 +85,7 @@ func (c *Cache) check() error {
 		}
 		holds += int(mine)
 
-		in := e.queue.linked() || e.heap != 0
+		in := e.queued()
 		if in {
 			queued++
 		}
@@ -102,8 +102,8 @@ func (c *Cache) check() error {
 	if held.blocks > c.maxHeld {
 		return fmt.Errorf("%d blocks held, at most %d", held.blocks, c.maxHeld)
 	}
-	if f := c.evict.(*fifo); f.queue.len+len(f.back) != queued {
-		return fmt.Errorf("fifo has %d+%d entries, %d say so", f.queue.len, len(f.back), queued)
+	if n := policyLen(c.evict); n != queued {
+		return fmt.Errorf("the policy has %d entries, %d say so", n, queued)
 	}
 	var age time.Duration
 	for h := c.holds.front(); h != nil; h = c.holds.after(&h.order) {
@@ -146,6 +146,14 @@ func (c *Cache) check() error {
 		}
 	}
 	return nil
+}
+
+// policyLen is how many entries have their place in a policy.
+func policyLen(p policy) int {
+	if s, ok := p.(*sieve); ok {
+		return s.orders[0].len() + s.orders[1].len()
+	}
+	return p.(*fifo).len()
 }
 
 // auditTable is a slot table in memory that checks what the file format asks of the order of writes.
@@ -205,6 +213,13 @@ func (a *auditTable) SetHolds(i int, n uint32) {
 		a.t.Errorf("SetHolds of slot %d, which is free", i)
 	}
 	a.slots[i].Holds = n
+}
+
+func (a *auditTable) SetPins(i int, n uint32) {
+	if a.slots[i].State != region.SlotReady {
+		a.t.Errorf("SetPins of slot %d, which is %+v", i, a.slots[i])
+	}
+	a.slots[i].Pins = n
 }
 
 func (a *auditTable) Load(i int) (region.Slot, error) { return a.slots[i], nil }

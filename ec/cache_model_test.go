@@ -17,7 +17,9 @@ import (
 // model is the cache written down naively: a list of records, everything else found by going through it.
 type model struct {
 	blocks, slots, maxHeld int
+	sieve                  bool // the policy; else fifo
 	records                []*record
+	stuck                  int // see Cache.stuck; here only for what the search leaves behind
 	now, lease             time.Duration
 	ticks                  int // of commits and holds
 	watches                []*watched
@@ -39,6 +41,10 @@ type record struct {
 	announced int             // tick of its newest hold
 	res       *Reservation
 	kept      *Quarantined
+
+	taken                       bool // by next
+	used, visited, late, passed bool // for sieve; late: its turn is in the next round
+	was                         class
 }
 
 type watched struct {
@@ -56,7 +62,7 @@ func (m *model) find(key string) *record {
 	return nil
 }
 
-func (m *model) taken() []bool {
+func (m *model) inUse() []bool {
 	used := make([]bool, m.blocks)
 	for _, r := range m.records {
 		mark(used, r.extents, true)
@@ -105,34 +111,57 @@ func fits(used []bool, n int) (one, some bool) {
 	return k == 1, k > 0 && k <= region.MaxExtents
 }
 
-// victims are the records that may have to go for n blocks, in order; false if even all that may go do not do.
-func (m *model) victims(n int) ([]*record, bool) {
-	var loose, held, out []*record
-	free, may := m.blocks, 0
+// victims are the records that may have to go for n blocks, in order; false if even all that may go do not do. Who looks for
+// them leaves marks behind, as the policy has it.
+func (m *model) victims(n int) (out []*record, ok bool) {
+	defer func() {
+		for _, r := range m.records {
+			r.taken = false
+		}
+	}()
+	var held []*record
+	free, may, loose := m.blocks, 0, 0
 	for _, r := range m.records {
 		free -= r.blocks
-		switch {
-		case r.loose():
-			loose = append(loose, r)
+		switch r.class() {
+		case classLoose:
+			loose++
 			may += r.blocks
-		case r.phase == phaseReady && r.pins == 0:
+		case classHeld:
 			held = append(held, r)
 			may += r.blocks
 		}
 	}
-	slices.SortFunc(loose, func(a, b *record) int { return cmp.Compare(a.ready, b.ready) })
 	slices.SortFunc(held, func(a, b *record) int { return cmp.Compare(a.announced, b.announced) })
 	slot := len(m.records) < m.slots
-	used := m.taken()
+	used := m.inUse()
 	one, some := fits(used, n)
 	if slot && one {
 		return nil, true
 	}
-	if n > free+may {
+	if n > free+may || !slot && loose+len(held) == 0 {
 		return nil, false
 	}
+	if n >= m.stuck { // the cache knows that it does not fit and leaves no marks
+		marks := make([]record, len(m.records))
+		for i, r := range m.records {
+			marks[i] = *r
+		}
+		defer func() {
+			if ok {
+				panic(fmt.Sprintf("%d blocks fit, where %d did not", n, m.stuck))
+			}
+			for i, r := range m.records {
+				*r = marks[i]
+			}
+		}()
+	}
 	if !one {
-		for _, seed := range loose[:min(len(loose), maxSeeds)] {
+		for range maxSeeds {
+			seed := m.next()
+			if seed == nil {
+				break
+			}
 			limit := maxRunCost * n
 			if free < n {
 				limit = max(limit, seed.blocks)
@@ -141,21 +170,103 @@ func (m *model) victims(n int) ([]*record, bool) {
 				return v, true
 			}
 		}
+		for _, r := range m.records {
+			r.taken = false
+		}
 	}
 	if slot && some {
 		return nil, true
 	}
-	for _, r := range append(loose, held...) {
+	for {
+		r := m.next()
+		if r == nil {
+			if len(held) == 0 {
+				m.stuck = min(m.stuck, n)
+				return nil, false
+			}
+			r, held = held[0], held[1:]
+		}
 		out = append(out, r)
 		mark(used, r.extents, false)
 		if _, ok := fits(used, n); ok {
 			return out, true
 		}
 	}
-	return nil, false
 }
 
-func (r *record) loose() bool { return r.phase == phaseReady && r.pins == 0 && len(r.holds) == 0 }
+// next takes the next record by the policy.
+func (m *model) next() *record {
+	for {
+		var first *record
+		waiting := false
+		for _, r := range m.records {
+			if r.phase != phaseReady || r.taken || !m.sieve && !r.loose() || r.passed {
+				continue
+			}
+			waiting = true
+			if !r.late && (first == nil || r.ready < first.ready) {
+				first = r
+			}
+		}
+		switch {
+		case !waiting:
+			return nil
+		case first == nil:
+			for _, r := range m.records {
+				r.late = false
+			}
+		case !first.loose():
+			first.passed, first.visited = true, false
+		case m.sieve && first.visited:
+			first.late, first.visited = true, false
+		default:
+			first.taken = true
+			return first
+		}
+	}
+}
+
+// after follows the change of each record's class.
+func (m *model) after() {
+	for _, r := range m.records {
+		now := r.class()
+		if r.passed && now == classLoose {
+			r.passed, r.late = false, true
+		}
+		switch r.was {
+		case classFilling, classQuarantined, classPinned:
+			if now != r.was {
+				m.stuck = noneStuck
+			}
+		}
+		r.was = now
+	}
+}
+
+func (r *record) class() class {
+	switch {
+	case r.phase == phaseFilling:
+		return classFilling
+	case r.phase == phaseQuarantined:
+		return classQuarantined
+	case r.pins > 0:
+		return classPinned
+	case len(r.holds) > 0:
+		return classHeld
+	}
+	return classLoose
+}
+
+func (r *record) loose() bool { return r.class() == classLoose }
+
+func (r *record) hit() { r.visited, r.used = r.used, true }
+
+func (m *model) cost(r *record) int {
+	if m.sieve && r.visited {
+		return visitedCost * r.blocks
+	}
+	return r.blocks
+}
 
 // side is a run that ends at a seed: what goes for it, and how long it is then.
 type side struct {
@@ -163,7 +274,7 @@ type side struct {
 	run, cost int
 }
 
-// around are the seed and the neighbours that have to go for a run of n blocks, evicting as little as can be.
+// around are the seed and the neighbours that have to go for a run of n blocks, at the least cost.
 func (m *model) around(seed *record, n, limit int) []*record {
 	owner := make([]*record, m.blocks)
 	extent := make([]region.Extent, m.blocks)
@@ -187,7 +298,7 @@ func (m *model) around(seed *record, n, limit int) []*record {
 				s.gone = append(slices.Clone(s.gone), owner[at])
 				s.run += int(extent[at].Count)
 				if owner[at] != seed {
-					s.cost += owner[at].blocks
+					s.cost += m.cost(owner[at])
 				}
 				at += dir * (int(extent[at].Count) - 1)
 			}
@@ -222,6 +333,9 @@ func (m *model) end(r *record, to phase) {
 	}
 	r.phase, r.holds = to, nil
 	if to == phaseGone {
+		if c := r.was; c == classFilling || c == classQuarantined || c == classPinned {
+			m.stuck = noneStuck
+		}
 		m.records = slices.DeleteFunc(m.records, func(o *record) bool { return o == r })
 	}
 }
@@ -295,57 +409,66 @@ type modelPin struct {
 }
 
 func TestCacheBehavesAsItsModel(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		rapid.Check(struct{ rapid.TB }{t}, func(t *rapid.T) { // not a *testing.T: a bubble has no Deadline
-			m := &machine{}
-			m.blocks = rapid.IntRange(4, 64).Draw(t, "blocks")
-			m.slots = rapid.IntRange(2, 32).Draw(t, "slots")
-			share := rapid.SampledFrom([]float64{0.25, 0.5, 1}).Draw(t, "share")
-			m.maxHeld = int(share * float64(m.blocks))
-			m.lease = 10 * time.Second
-			var gotEvicted, gotDropped []string
-			g := region.Geometry{BlockBytes: testBlock, Blocks: m.blocks, Slots: m.slots}
-			c, err := newCache(CacheOptions{
-				HoldLease: m.lease, HoldShare: share,
-				Evicted:     func(key string, bytes int64) { gotEvicted = append(gotEvicted, fmt.Sprint(key, bytes)) },
-				HoldDropped: func(key string, bytes int64) { gotDropped = append(gotDropped, fmt.Sprint(key, bytes)) },
-			}, g, make([]byte, g.PoolBytes()), newAuditTable(t, m.slots))
-			if err != nil {
-				t.Fatal(err)
-			}
-			m.c = c
-			for range rapid.IntRange(0, 24).Draw(t, "entries at first") {
-				m.put(t)
-			}
-			for range rapid.IntRange(0, 12).Draw(t, "pins at first") {
-				m.pin(t)
-			}
-			t.Repeat(map[string]func(*rapid.T){
-				"Put":        m.put,
-				"Put again":  m.put,
-				"Reserve":    func(t *rapid.T) { m.reserve(t) },
-				"Commit":     m.commit,
-				"Discard":    m.discard,
-				"Quarantine": m.quarantine,
-				"Settle":     m.settle,
-				"Pin":        m.pin,
-				"Release":    m.release,
-				"Hold":       m.hold,
-				"DropHold":   m.dropHold,
-				"Remove":     m.remove,
-				"Watch":      m.watch,
-				"Time": func(t *rapid.T) {
-					d := time.Duration(rapid.IntRange(1, 6).Draw(t, "seconds")) * time.Second
-					time.Sleep(d)
-					m.pass(d)
-				},
-				"": func(t *rapid.T) {
-					m.compare(t)
-					if !slices.Equal(gotEvicted, m.evicted) || !slices.Equal(gotDropped, m.dropped) {
-						t.Fatalf("told of evicted %v, dropped %v; want %v, %v", gotEvicted, gotDropped, m.evicted, m.dropped)
-					}
-				},
-			})
+	for _, policy := range []string{PolicyFIFO, PolicySIEVE} {
+		t.Run(policy, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) { checkModel(t, policy) })
+		})
+	}
+}
+
+func checkModel(t *testing.T, policy string) {
+	rapid.Check(struct{ rapid.TB }{t}, func(t *rapid.T) { // not a *testing.T: a bubble has no Deadline
+		m := &machine{}
+		m.sieve, m.stuck = policy == PolicySIEVE, noneStuck
+		m.blocks = rapid.IntRange(4, 64).Draw(t, "blocks")
+		m.slots = rapid.IntRange(2, 32).Draw(t, "slots")
+		share := rapid.SampledFrom([]float64{0.25, 0.5, 1}).Draw(t, "share")
+		m.maxHeld = int(share * float64(m.blocks))
+		m.lease = 10 * time.Second
+		var gotEvicted, gotDropped []string
+		g := region.Geometry{BlockBytes: testBlock, Blocks: m.blocks, Slots: m.slots}
+		c, err := newCache(CacheOptions{
+			HoldLease: m.lease, HoldShare: share, Policy: policy,
+			Evicted:     func(key string, bytes int64) { gotEvicted = append(gotEvicted, fmt.Sprint(key, bytes)) },
+			HoldDropped: func(key string, bytes int64) { gotDropped = append(gotDropped, fmt.Sprint(key, bytes)) },
+		}, g, make([]byte, g.PoolBytes()), newAuditTable(t, m.slots))
+		if err != nil {
+			t.Fatal(err)
+		}
+		m.c = c
+		for range rapid.IntRange(0, 24).Draw(t, "entries at first") {
+			m.put(t)
+			m.after()
+		}
+		for range rapid.IntRange(0, 12).Draw(t, "pins at first") {
+			m.pin(t)
+			m.after()
+		}
+		t.Repeat(map[string]func(*rapid.T){
+			"Put":        m.put,
+			"Put again":  m.put,
+			"Reserve":    func(t *rapid.T) { m.reserve(t) },
+			"Commit":     m.commit,
+			"Discard":    m.discard,
+			"Quarantine": m.quarantine,
+			"Settle":     m.settle,
+			"Pin":        m.pin,
+			"Release":    m.release,
+			"Hold":       m.hold,
+			"DropHold":   m.dropHold,
+			"Remove":     m.remove,
+			"Watch":      m.watch,
+			"Time": func(t *rapid.T) {
+				d := time.Duration(rapid.IntRange(1, 6).Draw(t, "seconds")) * time.Second
+				time.Sleep(d)
+				m.pass(d)
+			},
+			"": func(t *rapid.T) {
+				m.compare(t)
+				if !slices.Equal(gotEvicted, m.evicted) || !slices.Equal(gotDropped, m.dropped) {
+					t.Fatalf("told of evicted %v, dropped %v; want %v, %v", gotEvicted, gotDropped, m.evicted, m.dropped)
+				}
+			},
 		})
 	})
 }
@@ -376,6 +499,7 @@ func (m *machine) reserve(t *rapid.T) *record {
 		wantErr = ErrPending
 	case old != nil:
 		wantErr = ErrHeld
+		old.hit()
 	default:
 		var ok bool
 		if victims, ok = m.victims(n); !ok {
@@ -392,7 +516,7 @@ func (m *machine) reserve(t *rapid.T) *record {
 	}
 	i := res.Info()
 	noSlot := len(m.records) == m.slots
-	used := m.taken()
+	used := m.inUse()
 	for _, v := range victims {
 		mark(used, v.extents, false)
 	}
@@ -545,6 +669,7 @@ func (m *machine) pin(t *rapid.T) {
 		t.Fatal(err)
 	default:
 		m.stats.Hits++
+		r.hit()
 		r.pins++
 		m.pins = append(m.pins, &modelPin{pin: p, r: r})
 	}
@@ -625,6 +750,7 @@ func (m *machine) watch(t *rapid.T) {
 }
 
 func (m *machine) compare(t *rapid.T) {
+	m.after()
 	if err := m.c.check(); err != nil {
 		t.Fatal(err)
 	}

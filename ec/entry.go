@@ -52,12 +52,14 @@ type entry struct {
 	class   class
 	hasSum  bool
 	planned bool  // in Cache.plan
-	heap    int32 // its place in fifo.back, from 1; 0: not there
+	heap    int32 // its place in order.back, from 1; 0: not there
 	pins    int32
+	stored  int32 // pins that the region records
 	holds   int32
 	sum     uint64
 	seq     uint64        // of its commit
-	queue   link[entry]   // of the eviction policy
+	queue   link[entry]   // of the eviction policy, as the next
+	sieve   sieveMark
 	watch   chan struct{} // nil: nobody watches
 
 	oldest, newest *hold

@@ -40,5 +40,13 @@ func (r *ring[T]) front() *T {
 	return r.root.next.of
 }
 
+// back is the last element, nil if there is none.
+func (r *ring[T]) back() *T {
+	if r.root.prev == nil {
+		return nil
+	}
+	return r.root.prev.of
+}
+
 // after is the element that follows the one of link l, nil if it is the last.
 func (r *ring[T]) after(l *link[T]) *T { return l.next.of }

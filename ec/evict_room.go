@@ -14,7 +14,7 @@ const noneStuck = math.MaxInt
 // rate, no limit gains 0.1.
 const (
 	maxSeeds   = 16 // so many of the oldest are looked at
-	maxRunCost = 4  // so many times the blocks needed may go
+	maxRunCost = 4  // so many times the blocks needed may it cost
 )
 
 // makeRoom allocates n blocks and sees to a free slot. It tries in the allocator what evicting would give, and evicts only once
@@ -154,11 +154,11 @@ func (c *Cache) planRun(n, free int) bool {
 type reach struct {
 	e     *entry // the last of them, nil for none
 	run   int    // blocks, with the free ones beyond e
-	evict int    // blocks of those that go
+	evict int    // cost of those that go
 }
 
-// runAround plans the seed and those of its neighbours that make the cheapest run of n blocks with it, false if that evicts
-// more than limit blocks. An entry that lies there in two pieces is counted twice: an estimate, on the safe side.
+// runAround plans the seed and those of its neighbours that make the cheapest run of n blocks with it, false if that costs more
+// than limit. An entry that lies there in two pieces is counted twice: an estimate, on the safe side.
 func (c *Cache) runAround(seed *entry, n, limit int) bool {
 	best := limit - seed.blocks + 1
 	if best <= 0 {
@@ -210,7 +210,7 @@ func neighbours(to []*entry, side []reach) []*entry {
 }
 
 // reachFrom goes from block number at, an edge of the seed, to the left (dir -1) or right (1) until the run has need blocks, an
-// entry may not go, or more than limit blocks would.
+// entry may not go, or it would cost more than limit.
 func (c *Cache) reachFrom(to []reach, seed *entry, at, dir, need, limit int) []reach {
 	if dir < 0 {
 		at--
@@ -230,7 +230,7 @@ func (c *Cache) reachFrom(to []reach, seed *entry, at, dir, need, limit int) []r
 			return to
 		}
 		if e != seed {
-			r.evict += e.blocks
+			r.evict += c.evict.cost(e)
 		}
 		if r.evict > limit {
 			return to

@@ -197,7 +197,7 @@ func TestRunTakesThePiecesOfTheOldestFirst(t *testing.T) {
 
 func TestFIFOKeepsTheOrderOfCommitsWhateverIsPassedOver(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		f := newFIFO()
+		f := &fifo{}
 		var all []*entry        // that are in, by seq
 		var out []*entry        // taken out by next
 		pass := func() *entry { // the first that may go
@@ -329,72 +329,90 @@ func (s *scattered) get(k int) (hit bool) {
 	return false
 }
 
-// TestEntriesStayWholeInAFullPool runs Zipf traces with sizes over two orders of magnitude and a tenth of the entries pinned at
-// any time, through the cache and through the peers' way, and compares.
+// trace is a Zipf trace of requests for entries of mixed sizes.
+type trace struct {
+	blocks, keys, largest int
+	skew                  float64
+}
+
+const traceRequests = 6_000
+
+// sizes are log-normal over two orders of magnitude, as those of images.
+func (tr trace) sizes(rng *rand.Rand) []int {
+	size := make([]int, tr.keys)
+	for i := range size {
+		size[i] = min(tr.largest, max(1, int(math.Exp(rng.NormFloat64()*0.9)*float64(tr.largest)/6)))
+	}
+	return size
+}
+
+// run asks for one key after another and keeps a tenth of the entries pinned at any time. It runs the peers' way beside.
+func (tr trace) run(t *testing.T, seed uint64, o CacheOptions) (s Stats, hits, peersHits int) {
+	rng := rand.New(rand.NewPCG(seed, 0))
+	zipf := rand.NewZipf(rng, tr.skew, 1, uint64(tr.keys-1))
+	size := tr.sizes(rng)
+	c := newTestCache(t, tr.blocks, tr.blocks, o)
+	peer := &scattered{free: tr.blocks, size: size, in: make([]bool, tr.keys), pins: make([]int, tr.keys)}
+	type use struct {
+		pin *Pin
+		key int
+	}
+	var uses []use
+	for range traceRequests {
+		k := int(zipf.Uint64())
+		key := fmt.Sprint(k)
+		p, err := c.Pin(key)
+		if err == nil {
+			hits++
+		} else {
+			put(t, c, key, size[k])
+			p = pin(t, c, key)
+		}
+		if peer.get(k) {
+			peersHits++
+		}
+		peer.pins[k]++
+		uses = append(uses, use{p, k})
+		for len(uses) > c.Stats().Entries/10 {
+			i := rng.IntN(len(uses))
+			uses[i].pin.Release()
+			peer.pins[uses[i].key]--
+			uses = slices.Delete(uses, i, i+1)
+		}
+	}
+	return c.Stats(), hits, peersHits
+}
+
+// TestEntriesStayWholeInAFullPool compares each policy with the peers' way.
 func TestEntriesStayWholeInAFullPool(t *testing.T) {
-	for _, trace := range []struct {
-		blocks, keys, largest int
-		skew                  float64
-	}{
+	for _, tr := range []trace{
 		{8192, 400, 256, 1.1},
 		{8192, 2000, 64, 1.05},
 		{16384, 800, 512, 1.2},
 	} {
-		t.Run(fmt.Sprint(trace), func(t *testing.T) {
-			const requests, seeds = 6_000, 3
-			hits, peersHits := 0, 0
-			var commits, fragmented uint64
-			for seed := range uint64(seeds) {
-				rng := rand.New(rand.NewPCG(seed, 0))
-				zipf := rand.NewZipf(rng, trace.skew, 1, uint64(trace.keys-1))
-				size := make([]int, trace.keys)
-				for i := range size { // log-normal, as the sizes of images
-					size[i] = min(trace.largest, max(1, int(math.Exp(rng.NormFloat64()*0.9)*float64(trace.largest)/6)))
-				}
-				c := newTestCache(t, trace.blocks, trace.blocks, CacheOptions{})
-				peer := &scattered{free: trace.blocks, size: size, in: make([]bool, trace.keys), pins: make([]int, trace.keys)}
-				type use struct {
-					pin *Pin
-					key int
-				}
-				var uses []use
-				for range requests {
-					k := int(zipf.Uint64())
-					key := fmt.Sprint(k)
-					p, err := c.Pin(key)
-					if err == nil {
-						hits++
-					} else {
-						put(t, c, key, size[k])
-						p = pin(t, c, key)
-					}
-					if peer.get(k) {
-						peersHits++
-					}
-					peer.pins[k]++
-					uses = append(uses, use{p, k})
-					for len(uses) > c.Stats().Entries/10 {
-						i := rng.IntN(len(uses))
-						uses[i].pin.Release()
-						peer.pins[uses[i].key]--
-						uses = slices.Delete(uses, i, i+1)
+		for policy, least := range map[string]float64{PolicyFIFO: -0.01, PolicySIEVE: 0.01} { // against the peers
+			t.Run(fmt.Sprint(tr, policy), func(t *testing.T) {
+				const seeds = 3
+				hits, peersHits := 0, 0
+				var commits, fragmented uint64
+				for seed := range uint64(seeds) {
+					s, h, ph := tr.run(t, seed, CacheOptions{Policy: policy})
+					hits, peersHits = hits+h, peersHits+ph
+					commits, fragmented = commits+s.Commits, fragmented+s.Fragmented
+					if s.FreeBlocks > tr.blocks/10 {
+						t.Errorf("%d of %d blocks lie idle", s.FreeBlocks, tr.blocks)
 					}
 				}
-				s := c.Stats()
-				commits, fragmented = commits+s.Commits, fragmented+s.Fragmented
-				if s.FreeBlocks > trace.blocks/10 {
-					t.Errorf("%d of %d blocks lie idle", s.FreeBlocks, trace.blocks)
+				whole := 1 - float64(fragmented)/float64(commits)
+				rate, peersRate := float64(hits)/(traceRequests*seeds), float64(peersHits)/(traceRequests*seeds)
+				t.Logf("%.2f%% whole; hit rate %.2f%%, scattered %.2f%%", 100*whole, 100*rate, 100*peersRate)
+				if whole < 0.95 {
+					t.Errorf("%.2f%% of the entries are whole", 100*whole)
 				}
-			}
-			whole := 1 - float64(fragmented)/float64(commits)
-			rate, peersRate := float64(hits)/(requests*seeds), float64(peersHits)/(requests*seeds)
-			t.Logf("%.2f%% whole; hit rate %.2f%%, scattered %.2f%%", 100*whole, 100*rate, 100*peersRate)
-			if whole < 0.95 {
-				t.Errorf("%.2f%% of the entries are whole", 100*whole)
-			}
-			if rate < peersRate-0.01 {
-				t.Errorf("hit rate %.2f%%, scattered %.2f%%", 100*rate, 100*peersRate)
-			}
-		})
+				if rate < peersRate+least {
+					t.Errorf("hit rate %.2f%%, scattered %.2f%%", 100*rate, 100*peersRate)
+				}
+			})
+		}
 	}
 }
