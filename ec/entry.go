@@ -57,8 +57,8 @@ type entry struct {
 	stored  int32 // pins that the region records
 	holds   int32
 	sum     uint64
-	seq     uint64        // of its commit
-	queue   link[entry]   // of the eviction policy, as the next
+	seq     uint64      // of its commit
+	queue   link[entry] // of the eviction policy, as the next
 	sieve   sieveMark
 	watch   chan struct{} // nil: nobody watches
 

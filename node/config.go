@@ -58,6 +58,7 @@ type Config struct {
 	Timeouts    TimeoutConfig `koanf:"timeouts"`
 	NIXL        NIXLConfig    `koanf:"nixl"`
 	HoldShare   float64       `koanf:"hold_share"` // part of a pool that announced entries may keep from eviction
+	Eviction    string        `koanf:"eviction"`   // ec.PolicyFIFO or ec.PolicySIEVE
 }
 
 // PoolConfig describes one pool: what its engines agree on.
@@ -104,6 +105,7 @@ func DefaultConfig() Config {
 		ModeText:    DefaultRegionMode,
 		ECProtocol:  wire.Generation2,
 		HoldShare:   ec.DefaultHoldShare,
+		Eviction:    ec.PolicyFIFO,
 		Timeouts: TimeoutConfig{
 			AckOwn: t.AckOwn, AckPlain: t.AckPlain, Connect: t.Connect, Read: t.Read, Quarantine: t.Quarantine,
 			Item: t.Item, GrantLease: t.GrantLease, HoldLease: ec.DefaultHoldLease, Idle: t.Idle,
@@ -220,6 +222,11 @@ func (s *settings) checkRegion() error {
 	}
 	if !(s.HoldShare > 0 && s.HoldShare <= 1) {
 		errs = append(errs, bad("hold_share", s.HoldShare, "give a part of the pool, above 0 and at most 1"))
+	}
+	switch s.Eviction {
+	case "", ec.PolicyFIFO, ec.PolicySIEVE: // "": of a Config that was not made from the defaults
+	default:
+		errs = append(errs, bad("eviction", quoted(s.Eviction), "give %s or %s", ec.PolicyFIFO, ec.PolicySIEVE))
 	}
 	return errors.Join(errs...)
 }

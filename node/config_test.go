@@ -185,6 +185,7 @@ func TestWhatIsImpossibleIsNamedWithItsKeyValueAndFix(t *testing.T) {
 		{"a plane that does not exist", func(c *Config) { c.Planes = []string{"rdma"} }, []string{"planes", "rdma", "mapped"}},
 		{"a plane twice", func(c *Config) { c.Planes = []string{"tcp", "tcp"} }, []string{"planes", "tcp", "twice"}},
 		{"a share over 1", func(c *Config) { c.HoldShare = 1.5 }, []string{"hold_share", "1.5"}},
+		{"a policy that there is none of", func(c *Config) { c.Eviction = "lru" }, []string{"eviction", "lru", "sieve"}},
 		{"a wait below 0", func(c *Config) { c.Timeouts.Read = -time.Second }, []string{"timeouts.read", "-1s", "1ms"}},
 		{"a wait of two days", func(c *Config) { c.Timeouts.Item = 48 * time.Hour }, []string{"timeouts.item", "48h", "24h"}},
 		{"no pool", func(c *Config) { c.Pools = nil }, []string{"pools", "ec_cpu_bytes"}},

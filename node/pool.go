@@ -40,6 +40,7 @@ func openPool(ctx context.Context, s *settings, ps poolSettings, log *slog.Logge
 		Region:    p.region,
 		HoldLease: s.Timeouts.HoldLease,
 		HoldShare: s.HoldShare,
+		Policy:    s.Eviction,
 		Evicted:   func(key string, bytes int64) { log.Debug("evicted", "key", key, "bytes", bytes) },
 		HoldDropped: func(key string, bytes int64) {
 			log.Info("an announced entry lost its hold before the lease ended: a peer that comes now may find it missing", "key", key, "bytes", bytes)
