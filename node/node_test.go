@@ -116,8 +116,13 @@ func checkBytes(t testing.TB, c *client.Client, key string, rows int, seed uint6
 		t.Fatalf("Map(%q): %v", key, err)
 	}
 	defer m.Release()
+	checkMapped(t, m, rows, seed)
+}
+
+func checkMapped(t testing.TB, m *client.Mapped, rows int, seed uint64) {
+	t.Helper()
 	if got := bytes.Join(m.Buffers(), nil); !bytes.Equal(got, payload(rows, seed)) {
-		t.Fatalf("%q: %d bytes that differ from what was put", key, len(got))
+		t.Fatalf("%q: %d bytes that differ from what was put", m.Info().Key, len(got))
 	}
 }
 

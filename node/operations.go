@@ -38,15 +38,13 @@ func (s *session) do(op *api.Op, r *api.Result) (start func(), err error) {
 	case api.OpCancel:
 		return nil, s.cancelAsync(op.Ref)
 	case api.OpMap:
-		return nil, s.pin(op, r)
-	case api.OpRelease:
-		p, ok := s.pins[op.Handle]
-		if !ok {
-			return nil, fmt.Errorf("%w: no pin %d of this connection", ec.ErrStale, op.Handle)
+		var info ec.Info
+		if r.Handle, info, err = s.pin(op.Key); err == nil {
+			r.Info = &info
 		}
-		delete(s.pins, op.Handle)
-		p.Release()
-		return nil, nil
+		return nil, err
+	case api.OpRelease:
+		return nil, s.unpin(op.Handle)
 	case api.OpLookup:
 		info, state := s.pool.cache.Lookup(op.Key)
 		info.Key, info.State = op.Key, state
@@ -66,7 +64,7 @@ func (s *session) do(op *api.Op, r *api.Result) (start func(), err error) {
 	return nil, fmt.Errorf("%w; it speaks version %d", api.ErrUnsupported, api.Version)
 }
 
-// handle gives a new handle, never 0, never used before on this connection.
+// handle gives a new handle, never 0, never used before on this connection. Called with the lock held.
 func (s *session) handle() (uint64, error) {
 	if n := len(s.reservations) + len(s.pins); n >= api.MaxHandles {
 		return 0, fmt.Errorf("%w: %d reservations and pins on this connection", api.ErrLimit, n)
@@ -79,6 +77,8 @@ func (s *session) reserve(op *api.Op, r *api.Result) error {
 	if op.Dtype != s.pool.Dtype {
 		return fmt.Errorf("%w: dtype %s, this pool's encodings are %s", ec.ErrSpec, op.Dtype, s.pool.Dtype)
 	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	h, err := s.handle()
 	if err != nil {
 		return err
@@ -95,6 +95,8 @@ func (s *session) reserve(op *api.Op, r *api.Result) error {
 
 // take ends a reservation's stay in the table: whoever takes it decides what becomes of it.
 func (s *session) take(op *api.Op) (*ec.Reservation, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	res, ok := s.reservations[op.Handle]
 	if !ok {
 		return nil, fmt.Errorf("%w: no reservation %d of this connection", ec.ErrStale, op.Handle)
@@ -124,18 +126,31 @@ func (s *session) commit(op *api.Op, r *api.Result) error {
 	return nil
 }
 
-func (s *session) pin(op *api.Op, r *api.Result) error {
+// pin makes a ready entry stay for this engine, until it says release or is gone.
+func (s *session) pin(key string) (handle uint64, info ec.Info, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	h, err := s.handle()
 	if err != nil {
-		return err
+		return 0, ec.Info{}, err
 	}
-	p, err := s.pool.cache.Pin(op.Key)
+	p, err := s.pool.cache.Pin(key)
 	if err != nil {
-		return err
+		return 0, ec.Info{}, err
 	}
 	s.pins[h] = p
-	info := p.Info()
-	r.Handle, r.Info = h, &info
+	return h, p.Info(), nil
+}
+
+func (s *session) unpin(handle uint64) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p, ok := s.pins[handle]
+	if !ok {
+		return fmt.Errorf("%w: no pin %d of this connection", ec.ErrStale, handle)
+	}
+	delete(s.pins, handle)
+	p.Release()
 	return nil
 }
 
@@ -197,14 +212,12 @@ func (s *session) fetch(op *api.Op) (start func(), err error) {
 	}
 	timeout := time.Duration(min(op.TimeoutMS, int64(24*time.Hour/time.Millisecond))) * time.Millisecond
 	return s.background(op, timeout, func(ctx context.Context) {
-		res := s.pool.consumer.Fetch(ctx, op.Key, a, s.id)
+		p := &api.Push{Ref: op.Ref, Event: api.EventFetched}
+		res := s.bring(ctx, op, a, p)
 		if res.Outcome == ec.FetchCanceled && errors.Is(context.Cause(ctx), context.DeadlineExceeded) {
 			res.Outcome, res.Err = ec.FetchTimedOut, fmt.Errorf("not there after the %v that the engine allowed", timeout)
 		}
-		p := &api.Push{
-			Ref: op.Ref, Event: api.EventFetched, Outcome: res.Outcome.String(),
-			Bytes: res.Bytes, Plane: res.Plane, ElapsedUS: res.Elapsed.Microseconds(),
-		}
+		p.Outcome, p.Bytes, p.Plane, p.ElapsedUS = res.Outcome.String(), res.Bytes, res.Plane, res.Elapsed.Microseconds()
 		if res.Err != nil {
 			p.Message = res.Err.Error()
 		}
@@ -213,6 +226,29 @@ func (s *session) fetch(op *api.Op) (start func(), err error) {
 		}
 		s.pushLast(p)
 	})
+}
+
+// maxBrings bounds how often an entry may be brought, and be evicted before it was pinned.
+const maxBrings = 4
+
+// bring fetches and, if the engine asked for it, pins. Between the two others may evict the entry, if all else is in use: then it is
+// fetched once more.
+func (s *session) bring(ctx context.Context, op *api.Op, a *ec.Announcement, p *api.Push) ec.Result {
+	start := time.Now()
+	for tries := 1; ; tries++ {
+		res := s.pool.consumer.Fetch(ctx, op.Key, a, s.id)
+		if !op.Map || res.Outcome != ec.FetchReady {
+			return res
+		}
+		var err error
+		if p.Handle, res.Info, err = s.pin(op.Key); err == nil {
+			return res
+		}
+		if errors.Is(err, api.ErrLimit) || tries == maxBrings {
+			return ec.Result{Key: op.Key, Outcome: ec.FetchFailed, Elapsed: time.Since(start),
+				Err: fmt.Errorf("it was there %d times and could not be mapped: %w", tries, err)}
+		}
+	}
 }
 
 // wait tells when a key is ready, or when nobody is filling it.

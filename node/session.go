@@ -36,18 +36,17 @@ type session struct {
 	name    string
 	greeted atomic.Bool
 
-	// The reader's own.
-	handles      uint64
-	reservations map[uint64]*ec.Reservation
-	pins         map[uint64]*ec.Pin
-	bye          bool
+	bye bool // the reader's own
 
 	ctx    context.Context // ends with the connection
 	cancel context.CancelFunc
 	work   sync.WaitGroup // fetches, waits and listings
 
-	mu    sync.Mutex
-	async map[uint64]context.CancelCauseFunc // by ref
+	mu           sync.Mutex
+	async        map[uint64]context.CancelCauseFunc // by ref
+	handles      uint64                             // the last one given
+	reservations map[uint64]*ec.Reservation
+	pins         map[uint64]*ec.Pin
 }
 
 // run serves the connection from hello to end.
@@ -178,6 +177,7 @@ func (s *session) finish(cause error, dead <-chan struct{}) {
 		s.e.counters.slow.Add(1)
 		s.log.Warn("engine does not read: disconnected", "name", s.name, "pid", s.peer.PID)
 	}
+	s.work.Wait() // a fetch may just have pinned what it brought
 	for _, p := range s.pins {
 		p.Release()
 	}
@@ -190,7 +190,6 @@ func (s *session) finish(cause error, dead <-chan struct{}) {
 		left = append(left, r.Quarantine())
 	}
 	s.e.counters.quarantined.Add(uint64(len(left)))
-	s.work.Wait()
 	s.log.Info("engine gone", "name", s.name, "pid", s.peer.PID, "said_bye", s.bye, "pins_released", len(s.pins),
 		"reservations_left", len(left), "error", cause)
 	if len(left) == 0 {

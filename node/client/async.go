@@ -19,12 +19,25 @@ type FetchResult struct {
 	Spec    ec.Spec
 	Plane   string // "local": the pool had it, no byte moved
 	Elapsed time.Duration
+	Mapped  *Mapped // of FetchMap, if ready: the receiver's to release
 }
 
-// Fetch pulls every key of p that has an address; results come as they are known and the channel is closed after the last.
-// timeout 0 means the node's item budget. The channel holds all results: nobody has to read it. When ctx ends, keys without an
-// outcome are canceled; when the connection is lost, they have failed.
+// Fetch pulls every key of p that has an address; a key whose entry makes no sense has failed. Results come as they are known and
+// the channel is closed after the last. timeout 0 means the node's item budget. The channel holds all results: nobody has to read
+// it. When ctx ends, keys without an outcome are canceled; when the connection is lost, they have failed.
+//
+// An entry that is ready may be evicted before it is mapped, if nobody else uses it: FetchMap leaves no time for that.
 func (c *Client) Fetch(ctx context.Context, p ec.Params, timeout time.Duration) (<-chan FetchResult, error) {
+	return c.fetch(ctx, p, timeout, false)
+}
+
+// FetchMap is Fetch, and Map of each key as soon as it is ready, by the node itself. The receiver reads all results, and releases
+// the Mapped of each.
+func (c *Client) FetchMap(ctx context.Context, p ec.Params, timeout time.Duration) (<-chan FetchResult, error) {
+	return c.fetch(ctx, p, timeout, true)
+}
+
+func (c *Client) fetch(ctx context.Context, p ec.Params, timeout time.Duration, pin bool) (<-chan FetchResult, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
@@ -32,18 +45,27 @@ func (c *Client) Fetch(ctx context.Context, p ec.Params, timeout time.Duration) 
 		return nil, fmt.Errorf("fetch: %w: timeout %v is negative", ErrBadRequest, timeout)
 	}
 	f := &fetch{c: c, ctx: ctx, start: time.Now()}
+	var bad []FetchResult
 	for _, key := range p.Keys() {
 		a, _ := p.Get(key)
-		if !a.Servable() {
+		err := p.Err(key)
+		if err == nil && !a.Servable() {
 			continue
 		}
-		entry, err := api.EncodeEntry(key, a)
-		if err != nil {
-			return nil, fmt.Errorf("fetch %q: %w", key, err)
+		var entry []byte
+		if err == nil {
+			entry, err = api.EncodeEntry(key, a)
 		}
-		f.ops = append(f.ops, api.Op{Kind: api.OpFetch, Key: key, Entry: entry, TimeoutMS: millis(timeout)})
+		if err != nil {
+			bad = append(bad, FetchResult{Key: key, Outcome: ec.FetchFailed, Reason: err.Error(), Elapsed: time.Since(f.start)})
+			continue
+		}
+		f.ops = append(f.ops, api.Op{Kind: api.OpFetch, Key: key, Entry: entry, TimeoutMS: millis(timeout), Map: pin})
 	}
-	f.results = make(chan FetchResult, len(f.ops))
+	f.results = make(chan FetchResult, len(bad)+len(f.ops))
+	for _, r := range bad {
+		f.results <- r
+	}
 	if len(f.ops) == 0 {
 		close(f.results)
 		return f.results, nil
@@ -83,7 +105,7 @@ func (f *fetch) begin() error {
 			f.deliver(FetchResult{Key: op.Key, Outcome: ec.FetchFailed, Reason: err.Error()})
 			continue
 		}
-		c.refs[op.Ref] = &fetchKey{f, op.Key}
+		c.refs[op.Ref] = &fetchKey{f, op.Key, op.Map}
 		good = append(good, op)
 	}
 	f.ops = good
@@ -153,9 +175,10 @@ func (f *fetch) cancel() {
 type fetchKey struct {
 	f   *fetch
 	key string
+	pin bool // the node was asked for one
 }
 
-func (k *fetchKey) push(p *api.Push) {
+func (k *fetchKey) push(p *api.Push) (took bool) {
 	r := FetchResult{
 		Key: k.key, Outcome: outcomeOf(p.Outcome), Reason: p.Message, Bytes: p.Bytes, Plane: p.Plane,
 		Elapsed: time.Duration(p.ElapsedUS) * time.Microsecond,
@@ -163,7 +186,21 @@ func (k *fetchKey) push(p *api.Push) {
 	if p.Info != nil {
 		r.Spec = p.Info.Spec
 	}
+	if r.Outcome == ec.FetchReady && k.pin {
+		var err error
+		if r.Mapped, err = k.mapped(p); err != nil {
+			r.Outcome, r.Reason = ec.FetchFailed, err.Error()
+		}
+	}
 	k.f.deliver(r)
+	return r.Mapped != nil
+}
+
+func (k *fetchKey) mapped(p *api.Push) (*Mapped, error) {
+	if p.Handle == 0 || p.Info == nil {
+		return nil, fmt.Errorf("%w: it fetches, and does not map what it fetched", ErrUnsupported)
+	}
+	return k.f.c.mapped(p.Handle, *p.Info)
 }
 
 func (k *fetchKey) lost(err error) {
@@ -210,11 +247,12 @@ type waiter struct {
 	gone    chan error
 }
 
-func (w *waiter) push(p *api.Push) {
+func (w *waiter) push(p *api.Push) (took bool) {
 	w.entries = append(w.entries, p.Entries...)
 	if p.Last {
 		w.pushes <- p
 	}
+	return false
 }
 
 func (w *waiter) lost(err error) { w.gone <- err }

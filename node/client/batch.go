@@ -140,16 +140,21 @@ func (c *Client) finish(r *OpResult, op api.Op, got *api.Result) {
 		}
 		r.Reservation = &Reservation{c: c, handle: got.Handle, info: r.Info, buffers: buffers}
 	case api.OpMap:
-		buffers, err := c.buffers(r.Info)
-		if err != nil {
-			r.Err = err
+		if r.Mapped, r.Err = c.mapped(got.Handle, r.Info); r.Err != nil {
 			c.post([]api.Op{{Kind: api.OpRelease, Handle: got.Handle}})
-			return
 		}
-		r.Mapped = &Mapped{c: c, handle: got.Handle, info: r.Info, buffers: buffers}
 	case api.OpAnnounce:
 		r.Announcement, r.Err = api.DecodeEntry(op.Key, got.Entry)
 	}
+}
+
+// mapped is what came with a pin. On an error the pin is the caller's to release.
+func (c *Client) mapped(handle uint64, i ec.Info) (*Mapped, error) {
+	buffers, err := c.buffers(i)
+	if err != nil {
+		return nil, err
+	}
+	return &Mapped{c: c, handle: handle, info: i, buffers: buffers}, nil
 }
 
 // buffers are an entry's bytes in the mapping. The node is trusted but checked: a bad extent is an error, not a fault.

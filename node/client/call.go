@@ -53,15 +53,15 @@ func (c *Client) replied(m *api.Reply) {
 
 func (c *Client) pushed(m *api.Push) {
 	c.mu.Lock()
-	defer c.mu.Unlock()
-	p := c.refs[m.Ref]
-	if p == nil {
-		return // canceled here while it was on its way
-	}
+	p := c.refs[m.Ref] // nil: canceled here while this was on its way
 	if m.Last {
 		delete(c.refs, m.Ref)
 	}
-	p.push(m)
+	took := p != nil && p.push(m)
+	c.mu.Unlock()
+	if m.Handle != 0 && !took {
+		c.post([]api.Op{{Kind: api.OpRelease, Handle: m.Handle}})
+	}
 }
 
 // giveBack undoes what operations were granted that nobody waits for any more.

@@ -94,9 +94,9 @@ type call struct {
 }
 
 // pushee takes the pushes of one operation. Both methods are called with Client.mu held and must not block. push says whether it
-// wants more.
+// took the pin that came along.
 type pushee interface {
-	push(p *api.Push)
+	push(p *api.Push) (took bool)
 	lost(err error)
 }
 

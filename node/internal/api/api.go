@@ -141,6 +141,7 @@ type Op struct {
 	Metadata    []byte // announce: a JSON object
 	Entry       []byte // fetch: the key's entry of ec_transfer_params, JSON
 	TimeoutMS   int64  // fetch, wait: 0 means the node's limit
+	Map         bool   // fetch: pin the entry as soon as it is ready
 }
 
 // Reply answers a Request, one result an operation, in order.
@@ -165,7 +166,7 @@ type Event uint8
 // The events.
 const (
 	EventUnknown Event = iota // of a later version: ignored
-	EventFetched              // Outcome, Message, Info, Bytes, Plane, ElapsedUS
+	EventFetched              // Outcome, Message, Handle, Info, Bytes, Plane, ElapsedUS
 	EventWaited               // Code: CodeOK (ready, Info) or why not
 	EventListed               // Entries
 	events
@@ -180,6 +181,7 @@ type Push struct {
 	Last      bool
 	Code      Code
 	Message   string
+	Handle    uint64 // fetched, if the fetch asked for a pin and is ready: the pin
 	Outcome   string // as ec.Outcome prints it
 	Info      *ec.Info
 	Bytes     int64

@@ -216,6 +216,8 @@ func (r *reader) op(o *Op) {
 			o.Entry = r.bin(MaxEntry)
 		case "timeout_ms":
 			o.TimeoutMS = r.int()
+		case "map":
+			o.Map = r.bool()
 		default:
 			return false
 		}
@@ -366,6 +368,8 @@ func (r *reader) push() *Push {
 			m.Message = r.str(maxText)
 		case "outcome":
 			m.Outcome = r.str(64)
+		case "handle":
+			m.Handle = r.uint()
 		case "info":
 			m.Info = &ec.Info{}
 			r.info(m.Info)

@@ -185,6 +185,7 @@ func (o *Op) append(b []byte) []byte {
 	f.bin("metadata", o.Metadata)
 	f.bin("entry", o.Entry)
 	f.int("timeout_ms", o.TimeoutMS)
+	f.bool("map", o.Map)
 	return f.close()
 }
 
@@ -307,6 +308,7 @@ func (m *Push) append(b []byte) []byte {
 	f.bool("last", m.Last)
 	f.str("code", string(m.Code))
 	f.text("message", m.Message)
+	f.uint("handle", m.Handle)
 	f.str("outcome", m.Outcome)
 	f.info(m.Info)
 	f.int("bytes", m.Bytes)

@@ -39,7 +39,7 @@ func samples() []Message {
 			{Kind: OpCommit, Handle: 1, HasSum: true, Sum: 0},
 			{Kind: OpDiscard, Handle: 2},
 			{Kind: OpAnnounce, Key: "k", ItemIndices: []int{0, 5}, Metadata: []byte(`{"a":1}`)},
-			{Kind: OpFetch, Key: "k", Ref: 3, Entry: []byte(`{}`), TimeoutMS: 100},
+			{Kind: OpFetch, Key: "k", Ref: 3, Entry: []byte(`{}`), TimeoutMS: 100, Map: true},
 			{Kind: OpCancel, Ref: 3},
 			{Kind: OpMap, Key: "k"},
 			{Kind: OpRelease, Handle: 4},
@@ -57,7 +57,7 @@ func samples() []Message {
 			{Entry: []byte("{}")},
 			{Stats: &ec.Stats{Blocks: 1, FreeBlocks: 2, Hits: 3, Fragmented: math.MaxUint64}},
 		}},
-		&Push{Ref: 1, Event: EventFetched, Last: true, Code: CodeMissing, Message: "m", Outcome: "missing", Info: fullInfo(), Bytes: 5, Plane: "tcp", ElapsedUS: 10},
+		&Push{Ref: 1, Event: EventFetched, Last: true, Code: CodeMissing, Message: "m", Handle: 7, Outcome: "missing", Info: fullInfo(), Bytes: 5, Plane: "tcp", ElapsedUS: 10},
 		&Push{Ref: 1, Event: EventListed, Entries: []ec.Info{*fullInfo(), {Key: "b"}}},
 		&Bye{},
 	}
