@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -218,7 +219,7 @@ func (p *Plane) Close() error {
 		return nil
 	}
 	p.closed = true
-	peers, regs := p.peers, p.regs
+	peers, regs := maps.Clone(p.peers), maps.Clone(p.regs)
 	p.mu.Unlock()
 	var errs []error
 	var closing sync.WaitGroup

@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""vLLM's real EC consumer, stepped all the time as an engine does, and told on stdin what its users ask for.
+
+A JSON object a line on stdin:
+  {"pull": {"<mm_hash>": size, ...}, "peer": "HOST:PORT"}   a request for each; a line {"mm_hash", "result", "good", "ms"} for each when it
+        has an end: pulled (good: the bytes are the entry's pattern), unavailable, fallback
+  {"abort": ["<mm_hash>", ...]}   end the requests for these keys without waiting; answered {"aborted": n}
+  {"evict": true}                 forget all local copies; answered {"evicted": n}
+  {"state": true}                 answered {"state": {...}}
+It ends at the end of stdin. Exit status 70: an exception left the scheduler's step, which would end an engine."""
+import argparse, json, os, select, sys, time
+import ec_common as C
+from consumer_lib import Cons
+
+
+class Live:
+    def __init__(self, a):
+        self.c = Cons(region=a.region, hidden=a.hidden)
+        if a.compat: self.c.sch._compat_hash = a.compat
+        self.waiting = {}  # request id -> (hash, request, start)
+
+    def command(self, m):
+        if "pull" in m:
+            host, port = m["peer"].rsplit(":", 1)
+            for h, size in m["pull"].items():
+                q = self.c.request(h, size, host, int(port))
+                self.waiting[q.request_id] = (h, q, time.perf_counter())
+        elif "abort" in m:
+            ids = [i for i, (h, _, _) in self.waiting.items() if h in m["abort"]]
+            for i in ids: self.c.conn.request_finished(self.waiting.pop(i)[1])
+            C.emit({"aborted": len(ids)})
+        elif "evict" in m:
+            n = len(self.c.sch._cache._entries)
+            self.c.evict_all()
+            C.emit({"evicted": n - len(self.c.sch._cache._entries)})
+        elif "state" in m: C.emit({"state": C.cache_state(self.c.conn)})
+        else: raise ValueError(f"unknown command {m}")
+
+    def end(self, i, result, good=None):
+        h, q, t0 = self.waiting.pop(i)
+        self.c.conn.request_finished(q)
+        C.emit({"mm_hash": h, "result": result, "good": good, "ms": round((time.perf_counter() - t0) * 1e3, 3)})
+
+    def step(self):
+        out, bad = self.c.step([q for _, q, _ in self.waiting.values()])
+        for i, load in out.items():
+            if load is None: self.end(i, "fallback"); continue
+            tid, ids, _ = load
+            h = self.waiting[i][0]
+            good = bool((self.c.bytes_of(ids) == C.pattern(h, len(ids) * self.c.bs)).all())
+            self.c.conn.update_connector_output(C.worker_done(loads=[tid]))
+            self.end(i, "pulled", good)
+        for i in list(bad):
+            if i in self.waiting: self.end(i, "unavailable")
+
+
+def main():
+    p = argparse.ArgumentParser()
+    p.add_argument("--region", default="256M"); p.add_argument("--hidden", type=int, default=1024)
+    p.add_argument("--compat", default=None); p.add_argument("--step-ms", type=float, default=1.0)
+    p.add_argument("--version", type=int, default=None, help="connector_version to send")
+    a = p.parse_args()
+    if a.version is not None:
+        import functools
+        from vllm.distributed.ec_transfer.ec_connector.cpu import session as S
+        S.XferReq = functools.partial(S.XferReq, connector_version=a.version)
+    live = Live(a)
+    C.emit({"ready": True, "compat_hash": live.c.sch._compat_hash, "pid": os.getpid()})
+    os.set_blocking(0, False)
+    buf = b""
+    while True:
+        live.step()
+        select.select([0], [], [], a.step_ms / 1e3)
+        try: d = os.read(0, 1 << 20)
+        except BlockingIOError: continue
+        if d == b"": break
+        buf += d
+        while b"\n" in buf:
+            line, buf = buf.split(b"\n", 1)
+            live.command(json.loads(line))
+    live.c.conn.shutdown()
+    C.bye()
+
+
+if __name__ == "__main__":
+    try: main()
+    except SystemExit: raise
+    except BaseException:      # what would take the engine core down
+        import traceback; traceback.print_exc(); C.bye(70)
