@@ -23,6 +23,7 @@ type Pool interface {
 	Commit(ctx context.Context, filled ...Reservation) ([]MapResult, error)
 	Announce(ctx context.Context, items []client.AnnounceItem) (ec.Params, error)
 	WaitReady(ctx context.Context, key string) error
+	// Fetch pulls, and pins what it brought: a result's Mapped, if it has one, is the caller's to release.
 	Fetch(ctx context.Context, p ec.Params, timeout time.Duration) (<-chan client.FetchResult, error)
 }
 
@@ -77,6 +78,10 @@ func (o overClient) Map(ctx context.Context, keys ...string) ([]MapResult, error
 		results[i] = mapResult(&got[i])
 	}
 	return results, nil
+}
+
+func (o overClient) Fetch(ctx context.Context, p ec.Params, timeout time.Duration) (<-chan client.FetchResult, error) {
+	return o.FetchMap(ctx, p, timeout)
 }
 
 // mapResult keeps a nil pointer from becoming a Mapped that is not nil.

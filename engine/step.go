@@ -57,13 +57,16 @@ func (e *Engine) step(m mail) {
 		e.pool.Close()
 		e.pool, e.info = m.pool, m.pool.Pool()
 	}
+	var s step
 	for _, l := range m.landed {
 		e.land(l)
+		if l.result != nil && l.result.Mapped != nil {
+			s.pins = append(s.pins, l.result.Mapped) // until this step has looked it up
+		}
 	}
 	e.live = append(e.live, m.arrived...)
 	e.dropCanceled()
 
-	var s step
 	e.look(&s)
 	e.pull(s.pull)
 	e.encode(&s)
@@ -78,7 +81,7 @@ func (e *Engine) step(m mail) {
 type step struct {
 	pull   []*item
 	encode [][]*item // items of one key, the first with media
-	pins   []Mapped  // of what was served; kept until the step has announced
+	pins   []Mapped  // of what was pulled or served; kept until the step has announced
 }
 
 // call bounds one call of the node.

@@ -74,16 +74,11 @@ type fetchLine struct {
 
 func (a *app) fetch(ctx context.Context, c *client.Client, params ec.Params, timeout time.Duration, out string) error {
 	good := true
-	for _, key := range params.Keys() {
-		// An entry that makes no sense is refused here; it is not asked for.
-		if err := params.Err(key); err != nil {
-			good = false
-			if err := printJSON(a.stdout, fetchLine{Key: key, Status: statusOf(ec.FetchFailed), Reason: err.Error()}); err != nil {
-				return err
-			}
-		}
+	fetch := c.Fetch
+	if out != "" {
+		fetch = c.FetchMap // nothing evicts it while it is written
 	}
-	results, err := c.Fetch(ctx, params, timeout)
+	results, err := fetch(ctx, params, timeout)
 	if err != nil {
 		return err
 	}
@@ -92,8 +87,10 @@ func (a *app) fetch(ctx context.Context, c *client.Client, params ec.Params, tim
 			Key: r.Key, Status: statusOf(r.Outcome), Bytes: r.Bytes,
 			MS: float64(r.Elapsed.Microseconds()) / 1000, Plane: r.Plane, Reason: r.Reason,
 		}
-		if r.Outcome == ec.FetchReady && out != "" {
-			if err := writeEntry(ctx, c, r.Key, out); err != nil {
+		if r.Mapped != nil {
+			err := writeFile(out, fileName(r.Key)+".bin", r.Mapped.Buffers())
+			r.Mapped.Release()
+			if err != nil {
 				line.Status, line.Reason = statusOf(ec.FetchFailed), fmt.Sprintf("pulled, but not written: %v", err)
 			}
 		}
@@ -106,15 +103,6 @@ func (a *app) fetch(ctx context.Context, c *client.Client, params ec.Params, tim
 		return errReported
 	}
 	return nil
-}
-
-func writeEntry(ctx context.Context, c *client.Client, key, dir string) error {
-	m, err := c.Map(ctx, key)
-	if err != nil {
-		return err
-	}
-	defer m.Release()
-	return writeFile(dir, fileName(key)+".bin", m.Buffers())
 }
 
 // readParams reads a bare map, or the one of a chat completion.
