@@ -92,6 +92,9 @@ type Timeouts struct {
 	Quarantine time.Duration // a destination after a READ that timed out: 60 s
 	Item       time.Duration // one key over all tries: 60 s
 	GrantLease time.Duration // a grant at the producer: 30 s
+	// PlainLease is how old, counted from the request, what a plain peer granted may be when its READ is complete: 28 s. Such a
+	// peer reuses the memory 30 s after its ack (vLLM 0.32's pin lease) and cannot be asked whether it has.
+	PlainLease time.Duration
 	Idle       time.Duration // a connection that no fetch uses is closed: 60 s
 }
 
@@ -108,6 +111,7 @@ func (t Timeouts) WithDefaults() Timeouts {
 		{&t.Quarantine, 60 * time.Second},
 		{&t.Item, 60 * time.Second},
 		{&t.GrantLease, 30 * time.Second},
+		{&t.PlainLease, 28 * time.Second},
 		{&t.Idle, 60 * time.Second},
 	} {
 		if *d.v == 0 {

@@ -36,9 +36,9 @@ type flight struct {
 
 	ctx     context.Context // ends with the budget, the last waiter, or the consumer; its cause says which
 	cancel  context.CancelCauseFunc
-	waiters int               // under Consumer.mu
-	box     chan wire.Message // filled by the control goroutine
-	done    chan struct{}     // closed when result is set
+	waiters int           // under Consumer.mu
+	box     chan incoming // filled by the control goroutine
+	done    chan struct{} // closed when result is set
 	result  Result
 
 	state   state
@@ -78,7 +78,7 @@ func newFlight(c *Consumer, w wanted, owner uint64) *flight {
 		ctx:     ctx,
 		cancel:  cancel,
 		waiters: 1,
-		box:     make(chan wire.Message, boxSize),
+		box:     make(chan incoming, boxSize),
 		done:    make(chan struct{}),
 		timer:   newStoppedTimer(),
 		slow:    time.NewTimer(slowAfter),
@@ -285,6 +285,7 @@ func (f *flight) request() error {
 	f.try = f.peer.nextTry()
 	f.asked++
 	f.c.stats.requests.Add(1)
+	f.peer.sent(f.want.key)
 	return f.peer.send(wire.AppendRequest(nil, &wire.Request{
 		Key:        f.want.key,
 		CompatHash: f.c.hash,
@@ -306,10 +307,17 @@ func (f *flight) pause() time.Duration {
 }
 
 // receive looks at a message for this key.
-func (f *flight) receive(m wire.Message) event {
-	switch m := m.(type) {
+func (f *flight) receive(in incoming) event {
+	switch m := in.msg.(type) {
+	case nil:
+		if f.state != asking {
+			return evNone
+		}
+		f.c.stats.badAcks.Add(1)
+		f.err = fmt.Errorf("%w: %s for %q: %w", ErrBadAck, f.want.addr, f.want.key, in.bad)
+		return evRefused
 	case *wire.Ack:
-		return f.judge(m)
+		return f.judge(m, in.asked)
 	case *wire.Verified:
 		if f.state != verifying || m.Grant != f.granted.grant {
 			return evNone // the second answer to a verify that was sent twice

@@ -17,7 +17,8 @@ type granted struct {
 	gen    uint64        // own
 	renew  time.Duration // own: how often to renew the grant while a READ goes on
 	remote []region.Span
-	sum    *uint64 // own: the producer's checksum
+	sum    *uint64   // own: the producer's checksum
+	asked  time.Time // the grant is not older than that; zero: not known
 }
 
 // Bounds of what an ack's lease is taken for, and of how often a grant is renewed.
@@ -26,8 +27,8 @@ const (
 	minRenewal = 100 * time.Millisecond
 )
 
-// judge looks at an ack and says what it means for this flight.
-func (f *flight) judge(a *wire.Ack) event {
+// judge looks at an ack, whose request was made at asked or later, and says what it means for this flight.
+func (f *flight) judge(a *wire.Ack, asked time.Time) event {
 	own := a.Ferry != nil && a.Ferry.V >= wire.ExtensionVersion
 	f.c.know(f.want.addr, own)
 	if own {
@@ -54,6 +55,7 @@ func (f *flight) judge(a *wire.Ack) event {
 			f.peer.letGo(a)
 			return evRefused
 		}
+		g.asked = asked
 		f.offer = g
 		return evGranted
 	}

@@ -152,6 +152,13 @@ func (f *flight) readEnded() event {
 	if err := f.read.Err(); err != nil {
 		return f.readFailed(err)
 	}
+	if g := f.granted; !g.own {
+		if age := time.Since(g.asked); g.asked.IsZero() || age > f.c.t.PlainLease {
+			f.c.stats.verifyFailed.Add(1)
+			return f.again(fmt.Errorf("%w: READ of %q from %s ended %v after it was asked for, and a plain peer keeps what it grants for %v only",
+				ErrChanged, f.want.key, f.want.addr, age.Round(time.Millisecond), f.c.t.PlainLease), evReadFailed)
+		}
+	}
 	return evRead
 }
 

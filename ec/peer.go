@@ -38,6 +38,9 @@ type peer struct {
 	tries   uint64
 	flights map[string]*flight    // by key: those that expect messages
 	links   map[string]*planeLink // by name of plane
+
+	asked      map[string][]time.Time // by key: requests without an answer
+	unanswered int                    // of all keys
 }
 
 // acquire gives the peer of an address, connecting if need be, until release.
@@ -56,6 +59,7 @@ func (c *Consumer) acquire(addr string) (*peer, error) {
 			changed: make(chan struct{}),
 			since:   time.Now(),
 			flights: map[string]*flight{},
+			asked:   map[string][]time.Time{},
 			links:   map[string]*planeLink{},
 		}
 		c.peers[addr] = p
@@ -178,6 +182,7 @@ func (p *peer) Message(body []byte) {
 	if err != nil {
 		p.c.stats.badFrames.Add(1)
 		p.c.log.warn("bad frame", p.addr, "a frame was dropped", "bytes", len(body), "err", err)
+		p.spoilt(err)
 		return
 	}
 	var key string
@@ -199,17 +204,75 @@ func (p *peer) Message(body []byte) {
 	// Under one lock: a flight that comes from now on asks after an old grant was let go, not before.
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	in := incoming{msg: m}
+	if ack != nil {
+		in.asked = p.answered(key)
+	}
 	if f := p.flights[key]; f != nil {
-		select {
-		case f.box <- m:
-		default: // more than was asked for
-			p.c.stats.lateAcks.Add(1)
-		}
+		p.deliver(f, in)
 		return
 	}
 	if ack != nil {
 		p.letGoLocked(ack)
 	}
+}
+
+// incoming is a message for one flight.
+type incoming struct {
+	msg   wire.Message // nil: an ack that makes no sense
+	bad   error        // why not
+	asked time.Time    // ack: not later than the request that it answers; zero if that is not known
+}
+
+func (p *peer) deliver(f *flight, in incoming) {
+	select {
+	case f.box <- in:
+	default: // more than was asked for
+		p.c.stats.lateAcks.Add(1)
+	}
+}
+
+// spoilt tells the flight that an undecodable ack was for, where that can be seen, so that it need not wait for another.
+func (p *peer) spoilt(err error) {
+	var frame *wire.FrameError
+	if !errors.As(err, &frame) || frame.Key == "" {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.answered(frame.Key)
+	if f := p.flights[frame.Key]; f != nil {
+		p.deliver(f, incoming{bad: err})
+	}
+}
+
+// maxUnanswered bounds what is remembered of requests that were never answered; beyond, answers have no known age.
+const maxUnanswered = 1 << 16
+
+// sent remembers when a key was asked for. Acks of one session come in the order of its requests and, from a plain peer, name
+// nothing else, so the age of what an ack grants can only be bounded by the oldest request for its key that has had no answer.
+func (p *peer) sent(key string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.unanswered < maxUnanswered {
+		p.asked[key] = append(p.asked[key], time.Now())
+		p.unanswered++
+	}
+}
+
+// answered takes the oldest such request.
+func (p *peer) answered(key string) time.Time {
+	times := p.asked[key]
+	if len(times) == 0 {
+		return time.Time{}
+	}
+	if len(times) == 1 {
+		delete(p.asked, key)
+	} else {
+		p.asked[key] = times[1:]
+	}
+	p.unanswered--
+	return times[0]
 }
 
 // expect and unexpect say that a flight wants the messages of its key. There is one flight a key and address at a time: a new
@@ -230,7 +293,7 @@ func (p *peer) unexpect(f *flight) {
 	for {
 		select {
 		case m := <-f.box:
-			if a, ok := m.(*wire.Ack); ok {
+			if a, ok := m.msg.(*wire.Ack); ok {
 				p.letGo(a)
 			}
 		default:

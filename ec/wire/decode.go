@@ -2,6 +2,7 @@ package wire
 
 import (
 	"bytes"
+	"errors"
 	"math"
 )
 
@@ -123,12 +124,19 @@ func (r *reader) request(generation int) (*Request, error) {
 	return q, nil
 }
 
-func (r *reader) ack() (*Ack, error) {
+func (r *reader) ack() (a *Ack, err error) {
+	var key []byte
+	defer func() {
+		var frame *FrameError
+		if errors.As(err, &frame) {
+			frame.Key = string(key)
+		}
+	}()
 	n, err := r.fields()
 	if err != nil {
 		return nil, err
 	}
-	var key, session, agent, mem, ferry []byte
+	var session, agent, mem, ferry []byte
 	var ferryBase int
 	var status uint64
 	var haveStatus bool
@@ -169,7 +177,7 @@ func (r *reader) ack() (*Ack, error) {
 	if !haveStatus {
 		return nil, r.fail(ErrMalformed, "%s is missing", fieldStatus)
 	}
-	a := &Ack{Status: Status(status)}
+	a = &Ack{Status: Status(status)}
 	if ours(ferry) {
 		sub := reader{buf: ferry, rest: ferry, base: ferryBase, path: "ferry."}
 		if a.Ferry, err = sub.ferryAck(); err != nil {

@@ -20,7 +20,9 @@ type FrameError struct {
 	Field  string // the field being read, e.g. "ferry.planes"; "" for the message itself
 	Offset int    // of the offending value from the start of the frame, in bytes
 	Reason string
-	kind   error
+	// Key is the mm_hash of an ack whose later field is wrong, so that the one pull it is for can end; "" if it had not been read.
+	Key  string
+	kind error
 }
 
 func (e *FrameError) Error() string {
