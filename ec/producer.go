@@ -14,6 +14,12 @@ import (
 	"github.com/tensorferry/tensorferry/transfer"
 )
 
+// Defaults of ProducerOptions.
+const (
+	DefaultSourceShare = 0.25
+	DefaultTotalShare  = 0.5
+)
+
 // ProducerOptions configure a Producer.
 type ProducerOptions struct {
 	Pools      []ServedPool
@@ -94,10 +100,10 @@ func NewProducer(ctx context.Context, o ProducerOptions) (*Producer, error) {
 		return nil, fmt.Errorf("ec: protocol generation %d: want 1 or 2", o.Generation)
 	}
 	if o.SourceShare == 0 {
-		o.SourceShare = 0.25
+		o.SourceShare = DefaultSourceShare
 	}
 	if o.TotalShare == 0 {
-		o.TotalShare = 0.5
+		o.TotalShare = DefaultTotalShare
 	}
 	if o.SourceShare < 0 || o.SourceShare > 1 || o.TotalShare < 0 || o.TotalShare > 1 {
 		return nil, fmt.Errorf("ec: shares of grants %v and %v: want 0 to 1", o.SourceShare, o.TotalShare)

@@ -121,11 +121,13 @@ func (n *Node) health(check func() error) http.HandlerFunc {
 	}
 }
 
-// notReady is failed, and true of a node that is ending.
+var errEnding = errors.New("the node is ending")
+
+// notReady is failed, and errEnding of a node that is ending.
 func (n *Node) notReady() error {
 	select {
 	case <-n.closed:
-		return errors.New("the node is ending")
+		return errEnding
 	default:
 		return n.failed()
 	}

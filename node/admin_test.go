@@ -6,12 +6,14 @@ import (
 	"io"
 	"net/http"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/tensorferry/tensorferry/ec"
 	"github.com/tensorferry/tensorferry/node/client"
+	"github.com/tensorferry/tensorferry/transfer"
 )
 
 func get(t *testing.T, n *Node, path, host string) (int, string) {
@@ -203,6 +205,10 @@ func TestANodeWhoseListenerEndedIsNotHealthy(t *testing.T) {
 	for name, end := range map[string]func(*Node) error{
 		"engine socket": func(n *Node) error { return n.engines.sock.UnixListener.Close() },
 		"side channel":  func(n *Node) error { return n.loop.Close() },
+		"plane tcp": func(n *Node) error {
+			i := slices.IndexFunc(n.planes, func(p transfer.Plane) bool { return p.Name() == transfer.TCP })
+			return n.planes[i].Close()
+		},
 	} {
 		n := startNode(t, testConfig(t, 16))
 		if got, text := get(t, n, "/readyz", "127.0.0.1"); got != 200 {

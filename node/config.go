@@ -57,8 +57,10 @@ type Config struct {
 	Pools       []PoolConfig  `koanf:"pools"`       // one pool: its keys may stand at the top level instead
 	Timeouts    TimeoutConfig `koanf:"timeouts"`
 	NIXL        NIXLConfig    `koanf:"nixl"`
-	HoldShare   float64       `koanf:"hold_share"` // part of a pool that announced entries may keep from eviction
-	Eviction    string        `koanf:"eviction"`   // ec.PolicyFIFO or ec.PolicySIEVE
+	HoldShare   float64       `koanf:"hold_share"`         // part of a pool that announced entries may keep from eviction
+	Eviction    string        `koanf:"eviction"`           // ec.PolicyFIFO or ec.PolicySIEVE
+	SourceShare float64       `koanf:"grant_source_share"` // part of a pool that one address may have under grants
+	TotalShare  float64       `koanf:"grant_total_share"`  // part of a pool that all peers together may
 }
 
 // PoolConfig describes one pool: what its engines agree on.
@@ -106,6 +108,8 @@ func DefaultConfig() Config {
 		ECProtocol:  wire.Generation2,
 		HoldShare:   ec.DefaultHoldShare,
 		Eviction:    ec.PolicyFIFO,
+		SourceShare: ec.DefaultSourceShare,
+		TotalShare:  ec.DefaultTotalShare,
 		Timeouts: TimeoutConfig{
 			AckOwn: t.AckOwn, AckPlain: t.AckPlain, Connect: t.Connect, Read: t.Read, Quarantine: t.Quarantine,
 			Item: t.Item, GrantLease: t.GrantLease, HoldLease: ec.DefaultHoldLease, Idle: t.Idle,
@@ -217,11 +221,21 @@ func (s *settings) checkRegion() error {
 	if s.Mode&0o002 != 0 {
 		errs = append(errs, bad("region_mode", fmt.Sprintf("%#o", s.Mode), "anybody on the machine could change encodings: take the last 2 away"))
 	}
-	if s.HoldShare == 0 {
-		s.HoldShare = ec.DefaultHoldShare
-	}
-	if !(s.HoldShare > 0 && s.HoldShare <= 1) {
-		errs = append(errs, bad("hold_share", s.HoldShare, "give a part of the pool, above 0 and at most 1"))
+	for _, share := range []struct {
+		key string
+		v   *float64
+		def float64
+	}{
+		{"hold_share", &s.HoldShare, ec.DefaultHoldShare},
+		{"grant_source_share", &s.SourceShare, ec.DefaultSourceShare},
+		{"grant_total_share", &s.TotalShare, ec.DefaultTotalShare},
+	} {
+		if *share.v == 0 {
+			*share.v = share.def
+		}
+		if !(*share.v > 0 && *share.v <= 1) { // NaN too
+			errs = append(errs, bad(share.key, *share.v, "give a part of the pool, above 0 and at most 1"))
+		}
 	}
 	switch s.Eviction {
 	case "", ec.PolicyFIFO, ec.PolicySIEVE: // "": of a Config that was not made from the defaults

@@ -2,6 +2,7 @@ package node
 
 import (
 	"errors"
+	"math"
 	"os"
 	"path/filepath"
 	"strings"
@@ -29,6 +30,7 @@ checksums: true
 planes: [tcp]
 allow_hosts: 10.0.0.0/8, node-1
 hold_share: 0.25
+grant_source_share: 0.125
 ec_cpu_bytes: 64MiB
 model: m
 vllm_version: "0.10"
@@ -39,7 +41,7 @@ timeouts:
 `)
 	env := []string{"FERRY_SIDE_CHANNEL=127.0.0.1:7001", "FERRY_TIMEOUTS_READ=6s", "FERRY_MODEL=n", "FERRY_PORT=tcp://10.0.0.1:80", "PATH=/bin",
 		"VLLM_EC_SIDE_CHANNEL_PORT=7009", "FERRY_PLANES=mapped,tcp"}
-	flags := map[string]string{"timeouts.read": "7s", "dtype": "torch.float16", "consumer_ack_timeout_s": "1.5", "slots": "9"}
+	flags := map[string]string{"timeouts.read": "7s", "dtype": "torch.float16", "consumer_ack_timeout_s": "1.5", "slots": "9", "grant_total_share": "1"}
 	got, err := Load(file, env, flags)
 	if err != nil {
 		t.Fatal(err)
@@ -47,6 +49,7 @@ timeouts:
 	want := DefaultConfig()
 	want.Socket, want.SideChannel, want.ModeText, want.Checksums = "/run/a.sock", "127.0.0.1:7001", "0640", true
 	want.Planes, want.AllowHosts, want.HoldShare = []string{"mapped", "tcp"}, []string{"10.0.0.0/8", "node-1"}, 0.25
+	want.SourceShare, want.TotalShare = 0.125, 1
 	want.Timeouts.Read, want.Timeouts.Item, want.Timeouts.AckPlain = 7*time.Second, 90*time.Second, 1500*time.Millisecond
 	want.Pools = []PoolConfig{{ECCPUBytes: "64MiB", Model: "n", Dtype: "torch.float16", BlockBytes: 2048, VLLMVersion: "0.10", Slots: 9}}
 	if d := cmp.Diff(want, got); d != "" {
@@ -185,6 +188,8 @@ func TestWhatIsImpossibleIsNamedWithItsKeyValueAndFix(t *testing.T) {
 		{"a plane that does not exist", func(c *Config) { c.Planes = []string{"rdma"} }, []string{"planes", "rdma", "mapped"}},
 		{"a plane twice", func(c *Config) { c.Planes = []string{"tcp", "tcp"} }, []string{"planes", "tcp", "twice"}},
 		{"a share over 1", func(c *Config) { c.HoldShare = 1.5 }, []string{"hold_share", "1.5"}},
+		{"a share of less than nothing", func(c *Config) { c.SourceShare = -1 }, []string{"grant_source_share", "-1"}},
+		{"a share of no size", func(c *Config) { c.TotalShare = math.NaN() }, []string{"grant_total_share", "NaN"}},
 		{"a policy that there is none of", func(c *Config) { c.Eviction = "lru" }, []string{"eviction", "lru", "sieve"}},
 		{"a wait below 0", func(c *Config) { c.Timeouts.Read = -time.Second }, []string{"timeouts.read", "-1s", "1ms"}},
 		{"a wait of two days", func(c *Config) { c.Timeouts.Item = 48 * time.Hour }, []string{"timeouts.item", "48h", "24h"}},

@@ -181,6 +181,9 @@ func (n *Node) startPeers(ctx context.Context) error {
 		Epoch:      n.pools[0].region.Epoch(),
 		Timeouts:   n.s.Timeouts.ec(),
 		Log:        n.log,
+
+		SourceShare: n.s.SourceShare,
+		TotalShare:  n.s.TotalShare,
 	}
 	for _, p := range n.pools {
 		sp, err := p.served(n.planes)
@@ -273,24 +276,32 @@ func (n *Node) startAdmin(ctx context.Context) error {
 
 // watch ends the node's service when a part of it has ended by itself.
 func (n *Node) watch() {
-	var admin <-chan struct{}
+	parts := []<-chan struct{}{n.loop.Done(), n.engines.loop}
 	if n.admin != nil {
-		admin = n.admin.done
+		parts = append(parts, n.admin.done)
 	}
-	go func() {
-		select {
-		case <-n.loop.Done():
-		case <-n.engines.loop:
-		case <-admin:
-		case <-n.closed:
-			return
+	for _, p := range n.planes {
+		if l, ok := p.(listener); ok {
+			parts = append(parts, l.Done())
 		}
-		if err := n.failed(); err != nil {
-			n.log.Error("node cannot serve any more", "error", err)
-			n.fail(err)
-		}
-	}()
+	}
+	for _, ended := range parts {
+		go func() {
+			select {
+			case <-ended:
+			case <-n.closed:
+				return
+			}
+			if err := n.notReady(); err != nil && !errors.Is(err, errEnding) {
+				n.log.Error("node cannot serve any more", "error", err)
+				n.fail(err)
+			}
+		}()
+	}
 }
+
+// listener is implemented by data planes that peers connect to. Done is closed when they no longer can.
+type listener interface{ Done() <-chan struct{} }
 
 // failed says which listener has ended, nil if none has.
 func (n *Node) failed() error {
@@ -302,6 +313,15 @@ func (n *Node) failed() error {
 	}
 	if err := n.engines.failed(); err != nil {
 		errs = append(errs, err)
+	}
+	for _, p := range n.planes {
+		if l, ok := p.(listener); ok {
+			select {
+			case <-l.Done():
+				errs = append(errs, fmt.Errorf("plane %s: its listener has died", p.Name()))
+			default:
+			}
+		}
 	}
 	if n.admin != nil {
 		if err := n.admin.failed(); err != nil {

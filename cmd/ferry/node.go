@@ -87,6 +87,8 @@ var configHelp = map[string]string{
 	"ec_cpu_bytes":           "size of the pool, such as 64MiB",
 	"ec_protocol":            "generation of the protocol that plain peers speak, 1 or 2",
 	"eviction":               "which entries go when room is needed: fifo, or sieve, which keeps what is used again and again",
+	"grant_source_share":     "part of a pool that one source address may have under grants",
+	"grant_total_share":      "part of a pool that all peers together may have under grants",
 	"hold_share":             "part of a pool that announced entries may keep from eviction",
 	"instance":               "name of this node; a hash of the socket's path if empty",
 	"nixl.backends":          "NIXL's backends, with commas; UCX if empty",

@@ -33,12 +33,17 @@ type serverConn struct {
 	head  []byte
 }
 
-// accept takes connections until the listener is closed.
+// accept takes connections until the listener is closed or dead.
 func (p *Plane) accept() {
 	const pause = 100 * time.Millisecond // after an error such as EMFILE
+	defer close(p.ended)
 	for {
 		c, err := p.listener.Accept()
 		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if errors.Is(err, syscall.EINVAL) || errors.Is(err, syscall.EBADF) { // no socket that listens any more
+			p.opts.Log.Error("tcp: the listener has died", "err", err)
 			return
 		}
 		if err != nil {

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/tensorferry/tensorferry/region"
 	"github.com/tensorferry/tensorferry/transfer"
 	"github.com/tensorferry/tensorferry/transfer/transfertest"
@@ -309,5 +311,32 @@ func TestAWildcardAddressIsNotAdvertised(t *testing.T) {
 	}
 	if err := p.Close(); err != nil {
 		t.Errorf("closing again: %v", err)
+	}
+}
+
+func TestTheDeathOfTheListenerIsSeen(t *testing.T) {
+	p := newPlane(t, Options{})
+	select {
+	case <-p.Done():
+		t.Fatal("done, and nothing has happened")
+	default:
+	}
+	raw, err := p.listener.(*net.TCPListener).SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := raw.Control(func(fd uintptr) { err = unix.Shutdown(int(fd), unix.SHUT_RDWR) }); err != nil {
+		t.Fatal(err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-p.Done():
+	case <-time.After(20 * time.Second):
+		t.Error("still said to listen")
+	}
+	if err := p.Close(); err != nil {
+		t.Error(err)
 	}
 }

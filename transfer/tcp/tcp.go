@@ -106,6 +106,7 @@ type Plane struct {
 	refused, garbage, denied, aborted, dials atomic.Int64
 
 	running sync.WaitGroup // accept loop and connections
+	ended   chan struct{}  // closed when nothing is accepted any more
 	mu      sync.Mutex
 	closed  bool
 	nextReg uint64
@@ -129,7 +130,7 @@ func New(ctx context.Context, o Options) (*Plane, error) {
 		return nil, fmt.Errorf("tcp: %w", err)
 	}
 	p := &Plane{
-		opts: o, listener: l,
+		opts: o, listener: l, ended: make(chan struct{}),
 		regs: map[uint64]*registration{}, peers: map[*peer]struct{}{},
 		conns: map[*serverConn]struct{}{}, sources: map[netip.Addr]int{},
 	}
@@ -144,6 +145,9 @@ func (p *Plane) Name() string { return transfer.TCP }
 
 // Addr is where the plane listens.
 func (p *Plane) Addr() netip.AddrPort { return p.listener.Addr().(*net.TCPAddr).AddrPort() }
+
+// Done is closed when the plane takes no connection any more: after Close, or because its listener has died.
+func (p *Plane) Done() <-chan struct{} { return p.ended }
 
 // Capabilities implements transfer.Plane.
 func (p *Plane) Capabilities() transfer.Capabilities {
