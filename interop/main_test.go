@@ -47,8 +47,11 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// ferry builds the program once.
+// ferry builds the program once, unless FERRY_BINARY names one.
 var ferry = sync.OnceValues(func() (string, error) {
+	if path := os.Getenv("FERRY_BINARY"); path != "" {
+		return path, nil
+	}
 	dir, err := os.MkdirTemp("", "ferry-interop-")
 	if err != nil {
 		return "", err
