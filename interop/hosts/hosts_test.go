@@ -208,6 +208,9 @@ func TestHostThatIsOutOfReachHasATypedOutcome(t *testing.T) {
 	}
 }
 
+// outage is longer than a heartbeat's timeout (4 s): connections of the control plane break, those of the data plane need not.
+const outage = 5 * time.Second
+
 // slow makes the link slow enough that the large entry's READ lasts seconds.
 func slow(t *testing.T, h *host) {
 	t.Helper()
@@ -253,8 +256,7 @@ func TestReadOverALinkThatFailsForAMomentComesThrough(t *testing.T) {
 		hb.up()
 	}
 	ha.down()
-	// Longer than a heartbeat's timeout: the connections of the control plane break, those of the data plane need not.
-	time.Sleep(5 * time.Second)
+	<-time.After(outage)
 	ha.up()
 	if l := result(t, end); l.Status != "ready" || l.Bytes != int64(len(want)) {
 		t.Fatalf("%+v", l)
@@ -314,6 +316,9 @@ func TestDelayAndLossCostTimeOnly(t *testing.T) {
 	}
 	for _, l := range lines {
 		b.same(out, l.Key, want[l.Key])
+	}
+	if out := ha.ok("tc", "-s", "qdisc", "show", "dev", ha.device); strings.Contains(out, "dropped 0,") {
+		t.Errorf("no packet was lost, so this test shows nothing:\n%s", out)
 	}
 	b.settled()
 	a.settled()
