@@ -28,6 +28,7 @@ const (
 	DefaultAdmin       = "127.0.0.1:5602"
 	DefaultShmDir      = "/dev/shm"
 	DefaultRegionMode  = "0600"
+	DefaultAdopt       = 5 * time.Minute
 
 	// AdminOff as Config.Admin: no admin HTTP.
 	AdminOff = "off"
@@ -93,6 +94,7 @@ type TimeoutConfig struct {
 	Item       time.Duration `koanf:"item"`
 	GrantLease time.Duration `koanf:"grant_lease"`
 	HoldLease  time.Duration `koanf:"hold_lease"`
+	Adopt      time.Duration `koanf:"adopt"` // a dead node's regions wait so long for its restart
 	Idle       time.Duration `koanf:"idle"`
 }
 
@@ -112,7 +114,7 @@ func DefaultConfig() Config {
 		TotalShare:  ec.DefaultTotalShare,
 		Timeouts: TimeoutConfig{
 			AckOwn: t.AckOwn, AckPlain: t.AckPlain, Connect: t.Connect, Read: t.Read, Quarantine: t.Quarantine,
-			Item: t.Item, GrantLease: t.GrantLease, HoldLease: ec.DefaultHoldLease, Idle: t.Idle,
+			Item: t.Item, GrantLease: t.GrantLease, HoldLease: ec.DefaultHoldLease, Idle: t.Idle, Adopt: DefaultAdopt,
 		},
 	}
 }
@@ -336,6 +338,7 @@ func (s *settings) checkTimes() error {
 		{"item", &s.Timeouts.Item, d.Item},
 		{"grant_lease", &s.Timeouts.GrantLease, d.GrantLease},
 		{"hold_lease", &s.Timeouts.HoldLease, d.HoldLease},
+		{"adopt", &s.Timeouts.Adopt, d.Adopt},
 		{"idle", &s.Timeouts.Idle, d.Idle},
 	} {
 		if *t.v == 0 {

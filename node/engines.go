@@ -3,7 +3,6 @@ package node
 import (
 	"cmp"
 	"context"
-	"crypto/rand"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -32,6 +31,7 @@ type engines struct {
 	pools    []*pool
 	identity identity
 	sums     bool
+	keep     bool // at the end, leave engines what they have, for the next node
 	log      *slog.Logger
 
 	ctx    context.Context // ends all sessions' work
@@ -62,8 +62,8 @@ type engineCounters struct {
 	quarantined                                              atomic.Uint64 // reservations that a connection left unfinished
 }
 
-func newEngines(sock *engineSocket, pools []*pool, id identity, sums bool, log *slog.Logger) *engines {
-	e := &engines{sock: sock, pools: pools, identity: id, sums: sums, log: log, loop: make(chan struct{}), sessions: map[uint64]*session{}}
+func newEngines(sock *engineSocket, pools []*pool, id identity, sums, keep bool, log *slog.Logger) *engines {
+	e := &engines{sock: sock, pools: pools, identity: id, sums: sums, keep: keep, log: log, loop: make(chan struct{}), sessions: map[uint64]*session{}}
 	e.ctx, e.cancel = context.WithCancel(context.Background())
 	return e
 }
@@ -129,7 +129,7 @@ func (e *engines) accept(sock *net.UnixConn) {
 	}
 	e.counters.accepted.Add(1)
 	e.next++
-	s := &session{e: e, id: e.next, sock: sock, conn: conn, log: e.log.With("conn", e.next)}
+	s := &session{e: e, id: e.next, sock: sock, conn: conn, log: e.log.With("conn", e.next), ended: make(chan struct{})}
 	e.sessions[s.id] = s
 	e.work.Add(1)
 	go func() {
@@ -139,6 +139,13 @@ func (e *engines) accept(sock *net.UnixConn) {
 		delete(e.sessions, s.id)
 		e.mu.Unlock()
 	}()
+}
+
+// keeps says that the node is ending and another one will go on.
+func (e *engines) keeps() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.closing && e.keep
 }
 
 // close ends the socket and all sessions. False: ctx ended before they did, so that something may still use the pools.
@@ -151,6 +158,9 @@ func (e *engines) close(ctx context.Context) (ended bool, err error) {
 	}
 	e.mu.Unlock()
 	e.cancel()
+	for _, p := range e.pools {
+		p.clients.stop()
+	}
 	err = e.sock.close()
 	done := make(chan struct{})
 	go func() {
@@ -185,14 +195,11 @@ func (e *engines) welcome(id uint64, peer api.Peer, h *api.Hello) (*pool, *api.W
 	if err != nil {
 		return refuse(api.CodeNoPool, "%v", err)
 	}
-	token := make([]byte, 16)
-	_, _ = rand.Read(token) // never fails
 	return p, &api.Welcome{
 		Version:    min(h.Version, api.Version),
 		Node:       e.identity.node,
 		Epoch:      p.region.Epoch(),
 		Conn:       id,
-		Token:      token,
 		PeerHost:   e.identity.peerHost,
 		PeerPort:   e.identity.peerPort,
 		Generation: e.identity.generation,

@@ -41,6 +41,7 @@ type Node struct {
 
 	closers []closer // in the order of bringing up
 	busy    bool     // something may still touch the pools: they stay mapped
+	serving bool     // the start has succeeded
 
 	done     chan struct{}
 	failOnce sync.Once
@@ -114,6 +115,7 @@ func (n *Node) start(ctx context.Context) error {
 	if n.admin != nil {
 		n.ready.Admin = n.admin.addr
 	}
+	n.serving = true
 	return nil
 }
 
@@ -136,6 +138,7 @@ func (n *Node) up(name string, f func(ctx context.Context) error) {
 }
 
 func (n *Node) startPools(ctx context.Context) error {
+	sweepRegions(n.s.ShmDir, n.log)
 	for _, ps := range n.s.pools {
 		p, err := openPool(ctx, n.s, ps, n.log)
 		if err != nil {
@@ -143,16 +146,19 @@ func (n *Node) startPools(ctx context.Context) error {
 		}
 		n.pools = append(n.pools, p)
 		n.up("region "+p.region.Path(), func(context.Context) error {
-			if !n.busy {
-				return p.region.Close(!n.s.KeepRegion)
+			p.region.KeepFor(n.s.Timeouts.Adopt)
+			switch remove := n.removes(p); {
+			case !n.busy:
+				p.clients.close()
+				return p.region.Close(remove)
+			case remove:
+				// Better a mapping that ends with the process than a fault in the middle of a READ.
+				return p.region.Unlink()
 			}
-			// Better a mapping that ends with the process than a fault in the middle of a READ.
-			if n.s.KeepRegion {
-				return nil
-			}
-			return os.Remove(p.region.Path())
+			return nil
 		})
 	}
+	n.up("regions' sign of life", n.keepRegions())
 	return nil
 }
 
@@ -198,8 +204,8 @@ func (n *Node) startPeers(ctx context.Context) error {
 	}
 	n.up("producer", func(context.Context) error { return n.producer.Close() })
 	answerer := &probes{Producer: n.producer, pools: n.pools, generation: n.s.ECProtocol, checksums: n.s.Checksums}
-	if n.router, err = n.loop.Listen(ctx, n.s.host, n.s.port, answerer); err != nil {
-		return bad("side_channel", n.s.SideChannel, "%v; use a free port, or 0 for any", err)
+	if n.router, err = n.listen(ctx, answerer); err != nil {
+		return err
 	}
 	n.up("side channel", func(context.Context) error { return n.router.Close() })
 	n.producer.Serve(n.router)
@@ -251,7 +257,7 @@ func (n *Node) startEngines(ctx context.Context) error {
 		return err
 	}
 	id := identity{node: n.id, peerHost: n.s.advertise, peerPort: n.router.Port(), generation: n.s.ECProtocol}
-	n.engines = newEngines(sock, n.pools, id, n.s.Checksums, n.log)
+	n.engines = newEngines(sock, n.pools, id, n.s.Checksums, n.s.KeepRegion, n.log)
 	go n.engines.serve()
 	n.up("engine socket", func(ctx context.Context) error {
 		ended, err := n.engines.close(ctx)

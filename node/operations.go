@@ -27,6 +27,7 @@ func (s *session) do(op *api.Op, r *api.Result) (start func(), err error) {
 		res, err := s.take(op)
 		if err == nil {
 			res.Discard()
+			res.Quarantine().Settle() // of one that was resumed after its key was given up
 		}
 		return nil, err
 	case api.OpAnnounce:
@@ -45,6 +46,13 @@ func (s *session) do(op *api.Op, r *api.Result) (start func(), err error) {
 		return nil, err
 	case api.OpRelease:
 		return nil, s.unpin(op.Handle)
+	case api.OpResume:
+		return nil, s.resume(op, r)
+	case api.OpRepin:
+		return nil, s.repin(op, r)
+	case api.OpRestated:
+		s.pool.clients.restated(s.client)
+		return nil, nil
 	case api.OpLookup:
 		info, state := s.pool.cache.Lookup(op.Key)
 		info.Key, info.State = op.Key, state
@@ -83,7 +91,7 @@ func (s *session) reserve(op *api.Op, r *api.Result) error {
 	if err != nil {
 		return err
 	}
-	res, err := s.pool.cache.Reserve(op.Key, ec.Spec{Dtype: op.Dtype, Shape: op.Shape, Bytes: op.Bytes}, s.id)
+	res, err := s.pool.cache.Reserve(op.Key, ec.Spec{Dtype: op.Dtype, Shape: op.Shape, Bytes: op.Bytes}, s.client.id)
 	if err != nil {
 		return err
 	}
@@ -120,6 +128,7 @@ func (s *session) commit(op *api.Op, r *api.Result) error {
 	}
 	info, err := res.Commit(sum)
 	if err != nil {
+		res.Quarantine().Settle() // resumed after its key was given up; the engine has stopped writing
 		return err
 	}
 	r.Info = &info
@@ -138,8 +147,45 @@ func (s *session) pin(key string) (handle uint64, info ec.Info, err error) {
 	if err != nil {
 		return 0, ec.Info{}, err
 	}
+	p.Keep()
 	s.pins[h] = p
 	return h, p.Info(), nil
+}
+
+// repin pins for a client that came back what it had pinned before: the same bytes, not just the same key.
+func (s *session) repin(op *api.Op, r *api.Result) error {
+	h, info, err := s.pin(op.Key)
+	if err != nil {
+		return err
+	}
+	if info.Gen != op.Gen {
+		_ = s.unpin(h)
+		return fmt.Errorf("%w: %q is there, but in generation %d, not %d", ec.ErrStale, op.Key, info.Gen, op.Gen)
+	}
+	r.Handle, r.Info = h, &info
+	return nil
+}
+
+// resume gives a client that came back what it had reserved before. ErrHeld: it was committed.
+func (s *session) resume(op *api.Op, r *api.Result) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	h, err := s.handle()
+	if err != nil {
+		return err
+	}
+	res, ok := s.pool.clients.resume(s.client, op.Gen)
+	if !ok {
+		if i, state := s.pool.cache.Lookup(op.Key); state == ec.Ready && i.Gen == op.Gen {
+			r.Info = &i
+			return fmt.Errorf("%w: %q was committed", ec.ErrHeld, op.Key)
+		}
+		return fmt.Errorf("%w: %q of generation %d is no reservation of this client any more", ec.ErrStale, op.Key, op.Gen)
+	}
+	s.reservations[h] = res
+	info := res.Info()
+	r.Handle, r.Info = h, &info
+	return nil
 }
 
 func (s *session) unpin(handle uint64) error {
@@ -228,6 +274,9 @@ func (s *session) fetch(op *api.Op) (start func(), err error) {
 	})
 }
 
+// ownReservation is the owner of what the node itself fills: its death ends that, and nobody else writes there.
+const ownReservation = 0
+
 // maxBrings bounds how often an entry may be brought, and be evicted before it was pinned.
 const maxBrings = 4
 
@@ -236,7 +285,7 @@ const maxBrings = 4
 func (s *session) bring(ctx context.Context, op *api.Op, a *ec.Announcement, p *api.Push) ec.Result {
 	start := time.Now()
 	for tries := 1; ; tries++ {
-		res := s.pool.consumer.Fetch(ctx, op.Key, a, s.id)
+		res := s.pool.consumer.Fetch(ctx, op.Key, a, ownReservation)
 		if !op.Map || res.Outcome != ec.FetchReady {
 			return res
 		}

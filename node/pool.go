@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"time"
 
 	"github.com/zeebo/xxh3"
 
@@ -19,24 +20,29 @@ type pool struct {
 	group    string // compatibility hash
 	region   *region.Region
 	cache    *ec.Cache
+	clients  *clients
 	consumer *ec.Consumer
 }
 
-// openPool makes the region and its cache. The consumer comes later, when there are planes.
+// openPool makes the region and its cache, or goes on with those of a node that died. The consumer comes later, when there are
+// planes.
 func openPool(ctx context.Context, s *settings, ps poolSettings, log *slog.Logger) (*pool, error) {
 	p := &pool{poolSettings: ps, group: ps.compat.Hash()}
 	var err error
-	p.region, err = region.Create(ctx, region.Options{
+	start := time.Now()
+	p.region, err = region.Take(ctx, region.Options{
 		Dir:      s.ShmDir,
 		Mode:     s.Mode,
 		Identity: region.Identity{Instance: s.Instance, Group: p.group, Rank: s.Rank},
 		Geometry: region.Geometry{BlockBytes: ps.BlockBytes, Blocks: ps.blocks, Slots: ps.Slots},
+		Keep:     s.Timeouts.Adopt,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("%w: ec_cpu_bytes %s in shm_dir %s: %w", ErrConfig, ps.ECCPUBytes, s.ShmDir, err)
 	}
 	log = log.With("model", ps.Model)
-	p.cache, err = ec.NewCache(ec.CacheOptions{
+	var adopted *ec.Adopted
+	p.cache, adopted, err = ec.AdoptCache(ctx, ec.CacheOptions{
 		Region:    p.region,
 		HoldLease: s.Timeouts.HoldLease,
 		HoldShare: s.HoldShare,
@@ -47,9 +53,11 @@ func openPool(ctx context.Context, s *settings, ps poolSettings, log *slog.Logge
 		},
 	})
 	if err != nil {
-		_ = p.region.Close(true)
+		_ = p.region.Close(!p.region.Adopted())
 		return nil, err
 	}
+	p.clients = newClients(p.region, adopted, log)
+	p.logStart(adopted, time.Since(start), log)
 	return p, nil
 }
 

@@ -6,7 +6,9 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -21,8 +23,9 @@ import (
 // in finish: pins are released, fetches and waits canceled, and reservations given up.
 //
 // An engine may be in the middle of writing what it reserved. So the blocks of a reservation that a connection leaves behind are
-// quarantined until the process is dead (its pidfd says so: not the socket, which a thread or a device may outlive by a moment)
-// or the engine has said bye, which it does after it unmapped the pool. The key is free for others at once.
+// quarantined until the process is dead (its pidfd says so: not the socket, which a thread or a device may outlive by a moment),
+// the engine has come back on another connection and said what it still has, or it has said bye, which it does after it unmapped
+// the pool (see clients). The key is free for others at once.
 type session struct {
 	e    *engines
 	id   uint64
@@ -33,10 +36,12 @@ type session struct {
 	// Set by the greeting, read by others once greeted is set.
 	peer    api.Peer
 	pool    *pool
+	client  *knownClient
 	name    string
 	greeted atomic.Bool
 
-	bye bool // the reader's own
+	bye   bool          // the reader's own
+	ended chan struct{} // closed when the client has nothing of this session any more
 
 	ctx    context.Context // ends with the connection
 	cancel context.CancelFunc
@@ -52,10 +57,14 @@ type session struct {
 // run serves the connection from hello to end.
 func (s *session) run() {
 	defer func() { _ = s.conn.Close() }()
+	defer close(s.ended)
 	if err := s.greet(); err != nil {
 		s.e.counters.refused.Add(1)
 		s.log.Info("engine refused", "pid", s.peer.PID, "uid", s.peer.UID, "error", err)
-		if s.peer.Process != nil {
+		switch {
+		case s.client != nil:
+			s.pool.clients.leave(s.client, nil, false, s.peer.Process, s.watch())
+		case s.peer.Process != nil:
 			_ = s.peer.Process.Close()
 		}
 		return
@@ -66,17 +75,21 @@ func (s *session) run() {
 	s.greeted.Store(true)
 	s.log.Info("engine connected", "name", s.name, "pid", s.peer.PID, "model", s.pool.Model)
 
+	dead := s.watch()
+	err := s.serve()
+	s.finish(err, dead)
+}
+
+// watch ends the connection when the process is dead, and closes the channel. It ends when the pidfd is closed.
+func (s *session) watch() <-chan struct{} {
 	dead := make(chan struct{})
-	s.e.work.Add(1)
-	go func() {
-		defer s.e.work.Done()
+	s.e.work.Go(func() {
 		if api.WaitExit(s.peer.Process) == nil {
 			close(dead)
 			_ = s.conn.Close() // a child that inherited the socket must not keep a dead engine's session
 		}
-	}()
-	err := s.serve()
-	s.finish(err, dead)
+	})
+	return dead
 }
 
 func (s *session) greet() error {
@@ -105,6 +118,9 @@ func (s *session) greet() error {
 		return s.refuse(refused)
 	}
 	s.pool = pool
+	if s.client, welcome.Token, err = pool.clients.connect(s, hello.Token); err != nil {
+		return s.refuse(&api.Refused{Code: api.CodeOf(err), Message: err.Error()})
+	}
 	// A freshly opened description: the node's own is locked, and that lock must not travel.
 	f, err := pool.region.Reopen(true)
 	if err != nil {
@@ -178,35 +194,20 @@ func (s *session) finish(cause error, dead <-chan struct{}) {
 		s.log.Warn("engine does not read: disconnected", "name", s.name, "pid", s.peer.PID)
 	}
 	s.work.Wait() // a fetch may just have pinned what it brought
-	for _, p := range s.pins {
-		p.Release()
-	}
-	var left []*ec.Quarantined
-	for _, r := range s.reservations {
-		if s.bye {
-			r.Discard()
-			continue
-		}
-		left = append(left, r.Quarantine())
-	}
-	s.e.counters.quarantined.Add(uint64(len(left)))
-	s.log.Info("engine gone", "name", s.name, "pid", s.peer.PID, "said_bye", s.bye, "pins_released", len(s.pins),
-		"reservations_left", len(left), "error", cause)
-	if len(left) == 0 {
+	log := s.log.With("name", s.name, "pid", s.peer.PID, "said_bye", s.bye, "pins", len(s.pins), "reservations", len(s.reservations))
+	if s.e.keeps() && !s.bye {
+		// The engine goes on with what it has, and restates it to the node that takes the region over.
+		log.Info("engine left to the next node")
 		_ = s.peer.Process.Close() // ends the watch
 		return
 	}
-	s.e.work.Add(1)
-	go func() {
-		defer s.e.work.Done()
-		defer func() { _ = s.peer.Process.Close() }()
-		select {
-		case <-dead:
-			for _, q := range left {
-				q.Settle()
-			}
-			s.log.Info("blocks of a dead engine are free again", "pid", s.peer.PID, "reservations", len(left))
-		case <-s.e.ctx.Done():
-		}
-	}()
+	for _, p := range s.pins {
+		p.Release()
+	}
+	left := slices.Collect(maps.Values(s.reservations))
+	if !s.bye {
+		s.e.counters.quarantined.Add(uint64(len(left)))
+	}
+	log.Info("engine gone", "error", cause)
+	s.pool.clients.leave(s.client, left, s.bye, s.peer.Process, dead)
 }

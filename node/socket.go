@@ -106,29 +106,37 @@ func (s *engineSocket) close() error {
 
 // removeStale takes away the socket file of a node that is gone.
 func removeStale(path string) error {
-	st, err := os.Lstat(path)
-	if errors.Is(err, os.ErrNotExist) {
-		return nil
-	}
-	if err != nil {
-		return fmt.Errorf("socket %s: %w", path, err)
-	}
-	if st.Mode().Type() != os.ModeSocket {
-		return fmt.Errorf("socket %s: a file that is not a socket is there: choose another path or remove it", path)
-	}
-	// A socket whose listener is alive, busy or stopped takes the connection or is full; only a dead one refuses.
-	c, err := net.DialTimeout("unix", path, time.Second)
-	if err == nil {
-		_ = c.Close()
-		return fmt.Errorf("%w: %s: another process listens there: end it or choose another socket", ErrSocketInUse, path)
-	}
-	if !errors.Is(err, unix.ECONNREFUSED) {
-		return fmt.Errorf("%w: %s: %w: end its owner or choose another socket", ErrSocketInUse, path, err)
+	if stale, err := staleSocket(path); err != nil || !stale {
+		return err
 	}
 	if err := os.Remove(path); err != nil {
 		return fmt.Errorf("socket %s: left by a process that is gone, and cannot be removed: %w", path, err)
 	}
 	return nil
+}
+
+// staleSocket tells if the socket file of a node that is gone is at path; an error if something else is.
+func staleSocket(path string) (bool, error) {
+	st, err := os.Lstat(path)
+	if errors.Is(err, os.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("socket %s: %w", path, err)
+	}
+	if st.Mode().Type() != os.ModeSocket {
+		return false, fmt.Errorf("socket %s: a file that is not a socket is there: choose another path or remove it", path)
+	}
+	// A socket whose listener is alive, busy or stopped takes the connection or is full; only a dead one refuses.
+	c, err := net.DialTimeout("unix", path, time.Second)
+	if err == nil {
+		_ = c.Close()
+		return false, fmt.Errorf("%w: %s: another process listens there: end it or choose another socket", ErrSocketInUse, path)
+	}
+	if !errors.Is(err, unix.ECONNREFUSED) {
+		return false, fmt.Errorf("%w: %s: %w: end its owner or choose another socket", ErrSocketInUse, path, err)
+	}
+	return true, nil
 }
 
 // lockDir takes turns with other nodes at the sockets of a directory, without a file of its own.

@@ -107,6 +107,7 @@ var configHelp = map[string]string{
 	"timeouts.ack_plain":     "wait for an ack of a plain peer",
 	"timeouts.connect":       "wait for a connection to a peer",
 	"timeouts.grant_lease":   "life of a grant",
+	"timeouts.adopt":         "how long the region of a node that died waits for its restart",
 	"timeouts.hold_lease":    "life of a hold",
 	"timeouts.idle":          "life of an unused connection to a peer",
 	"timeouts.item":          "budget of one key over all tries",

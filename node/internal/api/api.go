@@ -63,11 +63,15 @@ const (
 	OpList
 	OpRemove
 	OpStats
+	OpResume
+	OpRepin
+	OpRestated
 	kinds
 )
 
 var kindNames = [kinds]string{
 	"", "reserve", "commit", "discard", "announce", "fetch", "cancel", "map", "release", "lookup", "wait", "list", "remove", "stats",
+	"resume", "repin", "restated",
 }
 
 // String is the operation's name on the wire.
@@ -84,7 +88,7 @@ type Hello struct {
 	MinVersion int
 	Name       string // for logs and lists
 	Pool       string // compatibility hash of the pool wanted; "": the node's only one
-	Token      []byte // the token of an earlier welcome: this client was here before. Read by nodes that keep state over a reconnect
+	Token      []byte // the token of the last welcome: this client was here before, and will restate what it has
 	Epoch      uint64 // the epoch of that welcome
 }
 
@@ -93,7 +97,7 @@ type Welcome struct {
 	Version    int
 	Node       string // the node's instance id
 	Epoch      uint64 // owners that the region has had
-	Conn       uint64 // this connection's number in the node's lists, the owner of its reservations
+	Conn       uint64 // this connection's number in the node's lists
 	Token      []byte // names this client over reconnects
 	PeerHost   string
 	PeerPort   int
@@ -141,6 +145,7 @@ type Op struct {
 	Metadata    []byte // announce: a JSON object
 	Entry       []byte // fetch: the key's entry of ec_transfer_params, JSON
 	TimeoutMS   int64  // fetch, wait: 0 means the node's limit
+	Gen         uint64 // resume, repin: the generation of what the client has from an earlier connection
 	Map         bool   // fetch: pin the entry as soon as it is ready
 }
 

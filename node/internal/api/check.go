@@ -16,7 +16,7 @@ import (
 // ErrBadRequest or ErrLimit.
 func (o *Op) Check() error {
 	switch o.Kind {
-	case OpReserve, OpAnnounce, OpFetch, OpMap, OpLookup, OpWait, OpRemove:
+	case OpReserve, OpAnnounce, OpFetch, OpMap, OpLookup, OpWait, OpRemove, OpResume, OpRepin:
 		if err := checkKey(o.Key); err != nil {
 			return err
 		}

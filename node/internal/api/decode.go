@@ -218,6 +218,8 @@ func (r *reader) op(o *Op) {
 			o.TimeoutMS = r.int()
 		case "map":
 			o.Map = r.bool()
+		case "gen":
+			o.Gen = r.uint()
 		default:
 			return false
 		}

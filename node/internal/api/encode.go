@@ -186,6 +186,7 @@ func (o *Op) append(b []byte) []byte {
 	f.bin("entry", o.Entry)
 	f.int("timeout_ms", o.TimeoutMS)
 	f.bool("map", o.Map)
+	f.uint("gen", o.Gen)
 	return f.close()
 }
 

@@ -48,6 +48,9 @@ func samples() []Message {
 			{Kind: OpList, Ref: 6},
 			{Kind: OpRemove, Key: "k"},
 			{Kind: OpStats},
+			{Kind: OpResume, Key: "k", Gen: 1 << 61},
+			{Kind: OpRepin, Key: "k", Gen: 7},
+			{Kind: OpRestated},
 		}},
 		&Request{ID: 2, Ops: []Op{}},
 		&Reply{ID: math.MaxUint64, Results: []Result{

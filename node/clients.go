@@ -1,0 +1,361 @@
+package node
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"fmt"
+	"log/slog"
+	"maps"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/tensorferry/tensorferry/ec"
+	"github.com/tensorferry/tensorferry/node/internal/api"
+	"github.com/tensorferry/tensorferry/region"
+)
+
+const (
+	tokenBytes = 16
+
+	// restateGrace is how long a key that an engine was filling when the node before this one died is kept for that engine. After
+	// it others may fill the key, in other blocks; the engine's blocks stay as they are. Engines reconnect within a second.
+	restateGrace = 10 * time.Second
+
+	// takeoverTimeout bounds the wait for a client's earlier connection to end.
+	takeoverTimeout = 5 * time.Second
+)
+
+// clients are the engines that a pool's memory is open to, connected or not. Each has a row in the region for as long as it may
+// still write to blocks that it reserved, or read what it had pinned, so that a node that takes the region over after this one's
+// death knows whom to wait for.
+//
+// A client that is away ends in one of these ways: it comes back with its token and restates what it has, and what it does not
+// restate is free; it says bye; or its process is proven dead. No clock ends it.
+type clients struct {
+	log   *slog.Logger
+	table *region.ClientTable
+	ctx   context.Context // ends the watches
+	stop  context.CancelFunc
+	work  sync.WaitGroup
+
+	mu      sync.Mutex
+	free    []int // rows
+	byID    map[uint64]*knownClient
+	waiting int       // adopted clients that are not accounted for
+	pinned  []*ec.Pin // what adopted clients had pinned, while any is waited for
+}
+
+// knownClient is one of them. All fields are under clients.mu, but for id.
+type knownClient struct {
+	id      uint64
+	row     int
+	region  region.Client
+	session *session
+	adopted bool                       // known from the node before, and not accounted for yet
+	left    map[uint64]*ec.Reservation // by generation: what it may still write, and no session has
+	back    chan struct{}              // closed when it is not away any more; nil: it is connected
+}
+
+// newClients takes over what an adopted region says of its clients.
+func newClients(r *region.Region, a *ec.Adopted, log *slog.Logger) *clients {
+	c := &clients{log: log, table: r.Clients(), byID: map[uint64]*knownClient{}}
+	c.ctx, c.stop = context.WithCancel(context.Background())
+	for row := c.table.Len() - 1; row >= 0; row-- {
+		rc, ok := c.table.Load(row)
+		switch {
+		case !ok:
+			c.free = append(c.free, row)
+		case c.byID[rc.ID] != nil: // the node died while it gave a client another row
+			c.table.Clear(row)
+			c.free = append(c.free, row)
+		default:
+			c.byID[rc.ID] = &knownClient{id: rc.ID, row: row, region: rc, adopted: true, left: map[uint64]*ec.Reservation{}, back: make(chan struct{})}
+		}
+	}
+	unknown := 0
+	for _, res := range a.Filling {
+		i := res.Info()
+		if cl := c.byID[i.Owner]; cl != nil {
+			cl.left[i.Gen] = res
+		} else {
+			res.Quarantine() // a row is older than what its client reserves, so this one cannot be; and nobody can prove its end
+			unknown++
+		}
+	}
+	if unknown > 0 {
+		log.Error("reservations of clients that the region does not name: their blocks stay out of use", "reservations", unknown)
+	}
+	c.pinned, c.waiting = a.Pinned, len(c.byID)
+	c.release()
+	for _, cl := range slices.Collect(maps.Values(c.byID)) {
+		c.watch(cl)
+	}
+	c.work.Go(c.giveUpKeys)
+	return c
+}
+
+// watch waits for the death of an adopted client's process, or sees that it is dead. A process of another namespace cannot be
+// watched: only the client's return ends it.
+func (c *clients) watch(cl *knownClient) {
+	if cl.region.Process == 0 || cl.region.Namespace != pidNamespace() {
+		c.log.Warn("an engine of the node before is in another PID namespace: what it has stays until it comes back",
+			"client", cl.id, "reservations", len(cl.left))
+		return
+	}
+	process, dead := watchProcess(cl.region.Process)
+	switch {
+	case dead:
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.drop(cl, "its process is dead")
+	case process == nil:
+		c.log.Warn("an engine of the node before cannot be watched: what it has stays until it comes back",
+			"client", cl.id, "pid", cl.region.Process>>startBits)
+	default:
+		exit := make(chan struct{})
+		c.work.Go(func() {
+			if api.WaitExit(process) == nil {
+				close(exit)
+			}
+		})
+		c.await(cl, process, exit)
+	}
+}
+
+// await ends a client that is away when its process is dead, which exit tells. It takes the pidfd over.
+func (c *clients) await(cl *knownClient, process *os.File, exit <-chan struct{}) {
+	back := cl.back
+	c.work.Go(func() {
+		defer func() { _ = process.Close() }() // ends the wait for exit
+		select {
+		case <-exit:
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			if cl.back == back {
+				c.drop(cl, "its process is dead")
+			}
+		case <-back:
+		case <-c.ctx.Done():
+		}
+	})
+}
+
+// giveUpKeys frees the keys of what clients were filling and did not come back for.
+func (c *clients) giveUpKeys() {
+	t := time.NewTimer(restateGrace)
+	defer t.Stop()
+	select {
+	case <-t.C:
+	case <-c.ctx.Done():
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	n := 0
+	for _, cl := range c.byID {
+		if !cl.adopted {
+			continue
+		}
+		for _, res := range cl.left {
+			res.Quarantine()
+			n++
+		}
+	}
+	if c.waiting > 0 {
+		c.log.Warn("engines of the node before have not come back, and live: blocks that they may use stay as they are",
+			"engines", c.waiting, "reservations", n, "pinned", len(c.pinned))
+	}
+}
+
+// drop ends a client that is away: nothing of it is in use any more. Called with the lock held.
+func (c *clients) drop(cl *knownClient, why string) {
+	for _, res := range cl.left {
+		res.Quarantine().Settle()
+	}
+	if len(cl.left) > 0 {
+		c.log.Info("blocks of an engine are free again", "client", cl.id, "reservations", len(cl.left), "because", why)
+	}
+	c.table.Clear(cl.row)
+	c.free = append(c.free, cl.row)
+	delete(c.byID, cl.id)
+	c.arrived(cl)
+	c.account(cl)
+}
+
+// arrived ends the watch of a client that is away. Called with the lock held.
+func (c *clients) arrived(cl *knownClient) {
+	if cl.back != nil {
+		close(cl.back)
+		cl.back = nil
+	}
+}
+
+// account is called once it is known what an adopted client still has. Called with the lock held.
+func (c *clients) account(cl *knownClient) {
+	if cl.adopted {
+		cl.adopted = false
+		c.waiting--
+		c.release()
+	}
+}
+
+// release lets go of what adopted clients had pinned, once all are accounted for. Who has it still has pinned it again.
+func (c *clients) release() {
+	if c.waiting > 0 {
+		return
+	}
+	for _, p := range c.pinned {
+		p.Release()
+	}
+	c.pinned = nil
+}
+
+// connect finds or makes the client of a new session, and gives the token for its welcome. The process that connects lives.
+func (c *clients) connect(s *session, token []byte) (*knownClient, []byte, error) {
+	now := region.Client{Process: processOf(s.peer.PID), Namespace: pidNamespace()}
+	deadline := time.NewTimer(takeoverTimeout)
+	defer deadline.Stop()
+	for {
+		c.mu.Lock()
+		cl := c.known(token, now)
+		if cl == nil {
+			defer c.mu.Unlock()
+			return c.add(s, now)
+		}
+		if cl.session == nil {
+			defer c.mu.Unlock()
+			c.arrived(cl)
+			cl.session = s
+			return cl, token, c.move(cl, now)
+		}
+		old := cl.session
+		c.mu.Unlock()
+		_ = old.conn.Close() // the client has given it up, and knows before us
+		select {
+		case <-old.ended:
+		case <-deadline.C:
+			return nil, nil, fmt.Errorf("%w: an earlier connection of this client is still ending", api.ErrLimit)
+		}
+	}
+}
+
+// known is the client that a token names, if the process is the one that the token was given to.
+func (c *clients) known(token []byte, now region.Client) *knownClient {
+	if len(token) != tokenBytes {
+		return nil
+	}
+	cl := c.byID[idOf(token)]
+	if cl == nil || cl.region.Namespace == now.Namespace && cl.region.Process != now.Process {
+		return nil
+	}
+	return cl
+}
+
+// idOf cuts 53 bits off a token, which every language has as a number.
+func idOf(token []byte) uint64 { return binary.BigEndian.Uint64(token) >> 11 }
+
+func (c *clients) add(s *session, rc region.Client) (*knownClient, []byte, error) {
+	if len(c.free) == 0 {
+		return nil, nil, fmt.Errorf("%w: the pool has %d clients, connected or not yet proven dead", api.ErrLimit, region.MaxClients)
+	}
+	token := make([]byte, tokenBytes)
+	for rc.ID == 0 || c.byID[rc.ID] != nil {
+		_, _ = rand.Read(token) // never fails
+		rc.ID = idOf(token)
+	}
+	cl := &knownClient{id: rc.ID, region: rc, session: s, left: map[uint64]*ec.Reservation{}}
+	if err := c.place(cl); err != nil {
+		return nil, nil, err
+	}
+	c.byID[cl.id] = cl
+	return cl, token, nil
+}
+
+// place gives a client a row.
+func (c *clients) place(cl *knownClient) error {
+	last := len(c.free) - 1
+	if err := c.table.Set(c.free[last], cl.region); err != nil {
+		return err
+	}
+	cl.row = c.free[last]
+	c.free = c.free[:last]
+	return nil
+}
+
+// move writes down how the process of a client that came back is named now: this node may be in another PID namespace than the one
+// before. The new row is there before the old one goes.
+func (c *clients) move(cl *knownClient, now region.Client) error {
+	now.ID = cl.id
+	if now == cl.region || len(c.free) == 0 {
+		return nil
+	}
+	old := cl.row
+	cl.region = now
+	if err := c.place(cl); err != nil {
+		return err
+	}
+	c.table.Clear(old)
+	c.free = append(c.free, old)
+	return nil
+}
+
+// resume gives a session of the client what it had reserved before. The key may be given up by now: then Commit will say so.
+func (c *clients) resume(cl *knownClient, gen uint64) (*ec.Reservation, bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	res, ok := cl.left[gen]
+	delete(cl.left, gen)
+	return res, ok
+}
+
+// restated says that the client has nothing but what it has restated.
+func (c *clients) restated(cl *knownClient) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for gen, res := range cl.left {
+		res.Quarantine().Settle()
+		delete(cl.left, gen)
+	}
+	c.account(cl)
+}
+
+// leave ends a client's session. What it may still write stays with the client, whose process is watched; bye says that there is
+// nothing.
+func (c *clients) leave(cl *knownClient, left []*ec.Reservation, bye bool, process *os.File, exit <-chan struct{}) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	cl.session = nil
+	for _, res := range left {
+		res.Quarantine() // the key is free for others at once
+		cl.left[res.Info().Gen] = res
+	}
+	if bye || len(cl.left) == 0 && !cl.adopted {
+		c.drop(cl, "it said bye")
+		_ = process.Close()
+		return
+	}
+	cl.back = make(chan struct{})
+	c.await(cl, process, exit)
+}
+
+// away counts the clients that are not connected, what they may still write, and what is pinned for them.
+func (c *clients) away() (clients, reservations, pinned int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, cl := range c.byID {
+		if cl.session == nil {
+			clients++
+		}
+		reservations += len(cl.left)
+	}
+	return clients, reservations, len(c.pinned)
+}
+
+// close ends the watches. The region keeps the rows.
+func (c *clients) close() {
+	c.stop()
+	c.work.Wait()
+}

@@ -1,0 +1,70 @@
+package node
+
+import (
+	"bytes"
+	"os"
+	"strconv"
+	"sync"
+
+	"golang.org/x/sys/unix"
+)
+
+// A process is named in a region by its pid and the time of its start, since pids are given again: the pid in the upper bits, the
+// start in clock ticks since boot in the lower ones (42 bits of 10 ms are a thousand years). 0: not known.
+const startBits = 42
+
+// processOf names a live process as this PID namespace sees it, 0 if it does not. The caller must know that the process lives
+// after the call too (by a pidfd from before it), else the answer may be about another of the same pid.
+func processOf(pid int) uint64 {
+	start := startOf(pid)
+	if pid <= 0 || start == 0 {
+		return 0
+	}
+	return uint64(pid)<<startBits | start
+}
+
+// startOf is field 22 of /proc/PID/stat, 0 if there is no such process. Field 2 is the command's name in parentheses, which may
+// hold anything.
+func startOf(pid int) uint64 {
+	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	if err != nil {
+		return 0
+	}
+	const afterName = 22 - 3
+	f := bytes.Fields(b[bytes.LastIndexByte(b, ')')+1:])
+	if len(f) <= afterName {
+		return 0
+	}
+	n, _ := strconv.ParseUint(string(f[afterName]), 10, 64)
+	return n & (1<<startBits - 1)
+}
+
+// pidNamespace tells the namespace that this process's pids count in from others of the same boot.
+var pidNamespace = sync.OnceValue(func() uint64 {
+	var st unix.Stat_t
+	if unix.Stat("/proc/self/ns/pid", &st) != nil {
+		return 0
+	}
+	return st.Ino
+})
+
+// watchProcess opens a pidfd of a process named by processOf in this namespace. dead: it is gone for certain. A nil file
+// without that: nothing can be said of it.
+func watchProcess(process uint64) (f *os.File, dead bool) {
+	pid := int(process >> startBits)
+	if pid <= 0 {
+		return nil, false
+	}
+	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK) // the runtime's poller waits then, and no thread
+	if err != nil {
+		return nil, err == unix.ESRCH
+	}
+	f = os.NewFile(uintptr(fd), "pidfd")
+	// The pidfd is of whoever had the pid when it was opened; that one's start tells who it is, or is unreadable because it has
+	// ended since.
+	if start := startOf(pid); start != process&(1<<startBits-1) {
+		_ = f.Close()
+		return nil, true
+	}
+	return f, false
+}
