@@ -30,6 +30,9 @@ type dtype struct {
 	size int64  // bytes of one element
 }
 
+// bfloat16 is what nearly all entries have.
+var bfloat16 = dtype{"torch.bfloat16", 2}
+
 // dtypes by torch's name, with and without its prefix.
 var dtypes = func() map[string]dtype {
 	m := make(map[string]dtype)
@@ -60,10 +63,13 @@ func ItemSize(name string) (int, error) {
 
 // checkSpec gives the spec with its dtype's full name.
 func checkSpec(s Spec) (Spec, error) {
-	d, ok := dtypes[s.Dtype]
-	if !ok {
-		_, err := ItemSize(s.Dtype)
-		return s, err
+	d := bfloat16
+	if s.Dtype != d.name {
+		var ok bool
+		if d, ok = dtypes[s.Dtype]; !ok {
+			_, err := ItemSize(s.Dtype)
+			return s, err
+		}
 	}
 	if len(s.Shape) != 2 {
 		return s, fmt.Errorf("%w: shape of %d dimensions; give [rows, width]", ErrSpec, len(s.Shape))
@@ -88,16 +94,13 @@ func checkKey(key string) error {
 	if len(key) == 0 || len(key) > region.MaxKey {
 		return fmt.Errorf("%w: %d bytes; give 1 to %d", ErrKey, len(key), region.MaxKey)
 	}
-	ascii := true
+	if plainASCII(key) {
+		return nil
+	}
 	for i := range len(key) {
-		b := key[i]
-		if b < ' ' || b == 0x7f {
+		if b := key[i]; b < ' ' || b == 0x7f {
 			return fmt.Errorf("%w: %q has a control character", ErrKey, key)
 		}
-		ascii = ascii && b < utf8.RuneSelf
-	}
-	if ascii {
-		return nil
 	}
 	if !utf8.ValidString(key) {
 		return fmt.Errorf("%w: %q is not UTF-8", ErrKey, key)
@@ -106,4 +109,30 @@ func checkKey(key string) error {
 		return fmt.Errorf("%w: %q has a control character", ErrKey, key)
 	}
 	return nil
+}
+
+// plainASCII tells that a string of at least 8 bytes is ASCII without control characters, eight bytes at a time: keys are
+// 64 digits, and every request names one. False: look closer.
+func plainASCII(s string) bool {
+	const ones, highs = 0x0101010101010101, 0x8080808080808080
+	if len(s) < 8 {
+		return false
+	}
+	odd := uint64(0)
+	look := func(w uint64) {
+		del := w ^ 0x7f*ones
+		odd |= (w | (w - ' '*ones) | (del - ones)) & highs // above 0x7f, below ' ', or 0x7f
+	}
+	for i := 0; i+8 <= len(s); i += 8 {
+		look(word(s[i:]))
+	}
+	look(word(s[len(s)-8:]))
+	return odd == 0
+}
+
+// word is the first eight bytes of s, the first lowest.
+func word(s string) uint64 {
+	_ = s[7]
+	return uint64(s[0]) | uint64(s[1])<<8 | uint64(s[2])<<16 | uint64(s[3])<<24 |
+		uint64(s[4])<<32 | uint64(s[5])<<40 | uint64(s[6])<<48 | uint64(s[7])<<56
 }

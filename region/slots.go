@@ -133,14 +133,12 @@ func (t *SlotTable) Fill(i int, s Slot) (uint64, error) {
 		return 0, fmt.Errorf("%w: %v", ErrSlot, err)
 	}
 	gen := atomic.AddUint64(t.gen, 1)
-	atomic.StoreUint64(&w[wordState], gen<<stateBits|uint64(SlotFilling))
-	atomic.StoreUint64(&w[wordHolds], uint64(s.Holds))
-	atomic.StoreUint64(&w[wordFlags], 0)
-	atomic.StoreUint64(&w[wordPins], 0)
-	atomic.StoreUint64(&w[wordSum], r.sum(gen))
-	for n, v := range r.words[:r.n] {
-		atomic.StoreUint64(&w[wordRecord+n], v)
-	}
+	storeWord(&w[wordState], gen<<stateBits|uint64(SlotFilling))
+	storeWord(&w[wordHolds], uint64(s.Holds))
+	storeWord(&w[wordFlags], 0)
+	storeWord(&w[wordPins], 0)
+	storeWord(&w[wordSum], r.sum(gen))
+	storeWords(w[wordRecord:], r.words[:r.n])
 	return gen, nil
 }
 
@@ -153,26 +151,26 @@ func (t *SlotTable) Ready(i int, checksum uint64, hasChecksum bool) {
 		return
 	}
 	if hasChecksum {
-		atomic.StoreUint64(&w[wordChecksum], checksum)
-		atomic.StoreUint64(&w[wordFlags], flagHasSum)
+		storeWord(&w[wordChecksum], checksum)
+		storeWord(&w[wordFlags], flagHasSum)
 	}
-	atomic.StoreUint64(&w[wordState], genOf(now)<<stateBits|uint64(SlotReady))
+	storeWord(&w[wordState], genOf(now)<<stateBits|uint64(SlotReady))
 }
 
 // Free takes the entry out. It must come before any of its blocks is given to another slot.
 func (t *SlotTable) Free(i int) {
 	w := t.writableSlot(i)
-	atomic.StoreUint64(&w[wordState], genOf(atomic.LoadUint64(&w[wordState]))<<stateBits|uint64(SlotFree))
+	storeWord(&w[wordState], genOf(atomic.LoadUint64(&w[wordState]))<<stateBits|uint64(SlotFree))
 }
 
 // SetHolds records the number of holds.
 func (t *SlotTable) SetHolds(i int, n uint32) {
-	atomic.StoreUint64(&t.writableSlot(i)[wordHolds], uint64(n))
+	storeWord(&t.writableSlot(i)[wordHolds], uint64(n))
 }
 
 // SetPins records the number of pins that clients have. Their death, not the owner's, ends these.
 func (t *SlotTable) SetPins(i int, n uint32) {
-	atomic.StoreUint64(&t.writableSlot(i)[wordPins], uint64(n))
+	storeWord(&t.writableSlot(i)[wordPins], uint64(n))
 }
 
 // Load gives a consistent copy, or ErrFormat if the slot's content is impossible (never a panic). ErrSlot: no such slot.
