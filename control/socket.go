@@ -63,9 +63,10 @@ func (s *socket) open(l *Loop, t zmq4.Type, v6 bool, maxMessage int64, events zm
 		s.SetTcpKeepaliveIntvl(10),
 		s.SetTcpKeepaliveCnt(3),
 		s.SetBacklog(1024),
-		// The dealer reconnects itself: libzmq gives a peer up for good after a protocol error, and would keep on sending into a
-		// queue of its own while nobody is there.
-		s.SetReconnectIvl(-1*time.Millisecond),
+		// The dealer reconnects itself, on a new socket: libzmq gives a peer up for good after a protocol error, and would keep on
+		// sending into a queue of its own while nobody is there. Turning its reconnecting off (-1) is no way to have that: it would
+		// end the endpoint while a message is being received, and then abort the process (its issue 3485). So, much later.
+		s.SetReconnectIvl(24*time.Hour),
 	)
 	if err == nil && t == zmq4.ROUTER {
 		err = s.SetRouterMandatory(1) // report an unknown or full destination instead of dropping
