@@ -146,7 +146,8 @@ type Cache struct {
 	heldOrder   ring[entry] // entries with a hold, by their newest
 	held        tally       // what heldOrder has
 	tally       [classes]tally
-	plan        []*entry // of makeRoom; this and the next three are kept for their memory
+	plan        []*entry // of makeRoom; this and the next four are kept for their memory
+	seeds       []*entry // of planRun
 	found       [region.MaxExtents]region.Extent
 	left, right []reach
 	stuck       int    // so many blocks, or more, are known not to fit in MaxExtents pieces even if all that may go went
@@ -302,8 +303,7 @@ func (c *Cache) Watch(key string) <-chan struct{} {
 	return w
 }
 
-// Entries is a snapshot: the ready entries in the order in which they became ready, which is that of eviction by PolicyFIFO, then
-// those being filled.
+// Entries is a snapshot: the ready entries in the order in which they became ready, then those being filled.
 func (c *Cache) Entries() []Info {
 	type item struct {
 		seq  uint64

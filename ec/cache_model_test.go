@@ -18,6 +18,7 @@ import (
 type model struct {
 	blocks, slots, maxHeld int
 	sieve                  bool // the policy; else fifo
+	turns, hand            int  // for fifo: given so far, and the one taken last
 	records                []*record
 	stuck                  int // see Cache.stuck; here only for what the search leaves behind
 	now, lease             time.Duration
@@ -38,6 +39,7 @@ type record struct {
 	pins      int
 	holds     []time.Duration // ends
 	ready     int             // tick of its commit
+	turn      int             // for fifo: taken when it became free to go
 	announced int             // tick of its newest hold
 	res       *Reservation
 	kept      *Quarantined
@@ -143,7 +145,7 @@ func (m *model) victims(n int) (out []*record, ok bool) {
 		return nil, false
 	}
 	if n >= m.stuck { // the cache knows that it does not fit and leaves no marks
-		marks := make([]record, len(m.records))
+		hand, marks := m.hand, make([]record, len(m.records))
 		for i, r := range m.records {
 			marks[i] = *r
 		}
@@ -151,6 +153,7 @@ func (m *model) victims(n int) (out []*record, ok bool) {
 			if ok {
 				panic(fmt.Sprintf("%d blocks fit, where %d did not", n, m.stuck))
 			}
+			m.hand = hand
 			for i, r := range m.records {
 				*r = marks[i]
 			}
@@ -204,7 +207,7 @@ func (m *model) next() *record {
 				continue
 			}
 			waiting = true
-			if !r.late && (first == nil || r.ready < first.ready) {
+			if !r.late && (first == nil || m.turn(r) < m.turn(first)) {
 				first = r
 			}
 		}
@@ -221,17 +224,30 @@ func (m *model) next() *record {
 			first.late, first.visited = true, false
 		default:
 			first.taken = true
+			m.hand = first.turn
 			return first
 		}
 	}
 }
 
+func (m *model) turn(r *record) int {
+	if m.sieve {
+		return r.ready
+	}
+	return r.turn
+}
+
 // after follows the change of each record's class.
 func (m *model) after() {
-	for _, r := range m.records {
+	byAge := slices.SortedFunc(slices.Values(m.records), func(a, b *record) int { return cmp.Compare(a.announced, b.announced) })
+	for _, r := range byAge { // holds end in the order of their ages
 		now := r.class()
-		if r.passed && now == classLoose {
-			r.passed, r.late = false, true
+		if now == classLoose && (r.was == classPinned || r.was == classHeld) {
+			m.turns++
+			r.turn = m.turns
+			if r.passed {
+				r.passed, r.late = false, true
+			}
 		}
 		switch r.was {
 		case classFilling, classQuarantined, classPinned:
@@ -262,8 +278,12 @@ func (r *record) loose() bool { return r.class() == classLoose }
 func (r *record) hit() { r.visited, r.used = r.used, true }
 
 func (m *model) cost(r *record) int {
-	if m.sieve && r.visited {
-		return visitedCost * r.blocks
+	dear := m.sieve && r.visited
+	if !m.sieve {
+		dear = r.turn > m.hand && dearParts*(r.turn-m.hand) > dearFrom*(m.turns-m.hand)
+	}
+	if dear {
+		return dearCost * r.blocks
 	}
 	return r.blocks
 }
@@ -599,7 +619,8 @@ func (m *machine) commitOf(t *rapid.T, r *record) {
 		t.Fatal(err)
 	}
 	m.ticks++
-	r.phase, r.ready = phaseReady, m.ticks
+	m.turns++
+	r.phase, r.ready, r.turn = phaseReady, m.ticks, m.turns
 	m.old = append(m.old, r)
 	m.stats.Commits++
 	if len(r.extents) > 1 {

@@ -7,10 +7,10 @@ import (
 	"github.com/tensorferry/tensorferry/region"
 )
 
-// Reserve makes an entry that is being filled, evicting ready, unpinned, unheld entries (oldest first) if needed, and held ones
+// Reserve makes an entry that is being filled, evicting ready, unpinned, unheld entries by the policy if needed, and held ones
 // if those do not do. owner is the caller's to choose; it is recorded.
 //
-// The entry lies in one extent wherever that takes no more than one of the oldest entries that may go and its neighbours in the
+// The entry lies in one extent wherever that takes no more than one of the first entries to go and its neighbours in the
 // pool. Else, with pins all about, it lies in as few extents as can be, at most region.MaxExtents, ascending.
 //
 // ErrHeld: ready already, with the same spec. ErrPending: someone else is filling it (see Watch). ErrConflict, ErrFull,

@@ -57,8 +57,9 @@ type entry struct {
 	stored  int32 // pins that the region records
 	holds   int32
 	sum     uint64
-	seq     uint64      // of its commit
-	queue   link[entry] // of the eviction policy, as the next
+	seq     uint64 // of its commit
+	turn    uint64 // of the eviction policy, as the next two
+	queue   link[entry]
 	sieve   sieveMark
 	watch   chan struct{} // nil: nobody watches
 
@@ -137,8 +138,8 @@ func (c *Cache) reclass(e *entry) {
 	if is != classGone {
 		c.tally[is].add(e)
 	}
-	if is == classLoose {
-		c.evict.putBack(e)
+	if is == classLoose && (was == classPinned || was == classHeld) {
+		c.evict.freed(e)
 	}
 	switch was {
 	case classFilling, classQuarantined, classPinned: // blocks that could not be had before

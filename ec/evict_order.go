@@ -1,10 +1,10 @@
 package ec
 
-// order is a set of entries in the order of commits. Those that come in that order are a list; those put back, in any order, are
-// a heap. An entry is in one order at most.
+// order is a set of entries in the order of their turns. Those that come in that order are a list; those put back, in any order,
+// are a heap. An entry is in one order at most.
 type order struct {
-	queue ring[entry] // by seq
-	back  []*entry    // min-heap by seq; place i holds the entry whose heap is i+1
+	queue ring[entry] // by turn
+	back  []*entry    // min-heap by turn; place i holds the entry whose heap is i+1
 }
 
 // queued tells if an entry is in an order.
@@ -14,7 +14,7 @@ func (o *order) len() int { return o.queue.len + len(o.back) }
 
 // put takes in an entry that is in no order.
 func (o *order) put(e *entry) {
-	if last := o.queue.back(); last == nil || last.seq < e.seq {
+	if last := o.queue.back(); last == nil || last.turn < e.turn {
 		o.queue.pushBack(e, &e.queue)
 		return
 	}
@@ -23,10 +23,10 @@ func (o *order) put(e *entry) {
 	o.up(len(o.back) - 1)
 }
 
-// first is the entry with the oldest commit, nil if there is none. It stays.
+// first is the entry with the earliest turn, nil if there is none. It stays.
 func (o *order) first() *entry {
 	e := o.queue.front()
-	if len(o.back) > 0 && (e == nil || o.back[0].seq < e.seq) {
+	if len(o.back) > 0 && (e == nil || o.back[0].turn < e.turn) {
 		return o.back[0]
 	}
 	return e
@@ -57,7 +57,7 @@ func (o *order) swap(i, j int) {
 func (o *order) up(i int) {
 	for i > 0 {
 		parent := (i - 1) / 2
-		if o.back[parent].seq < o.back[i].seq {
+		if o.back[parent].turn < o.back[i].turn {
 			return
 		}
 		o.swap(parent, i)
@@ -69,7 +69,7 @@ func (o *order) down(i int) {
 	for {
 		least := i
 		for child := 2*i + 1; child <= 2*i+2 && child < len(o.back); child++ {
-			if o.back[child].seq < o.back[least].seq {
+			if o.back[child].turn < o.back[least].turn {
 				least = child
 			}
 		}
