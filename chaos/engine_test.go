@@ -63,6 +63,7 @@ type engineProc struct {
 func runEngine(ctx context.Context, r engineRole) int {
 	e := &engineProc{r: r, log: slog.New(slog.NewTextHandler(os.Stderr, nil)), other: map[string]int{}}
 	var rep report
+	fmt.Println("up") // from here on a SIGTERM is heeded
 	for ctx.Err() == nil {
 		dialing, cancel := context.WithTimeout(ctx, 2*time.Second)
 		c, err := client.Dial(dialing, r.Socket, client.Options{Name: fmt.Sprintf("engine of node %d", r.Node)})
@@ -147,7 +148,9 @@ func (e *engineProc) count(what string) {
 func (w *worker) key() string { return keyName(w.rng.IntN(w.r.Keys)) }
 
 // some is a random time.
-func (w *worker) some(most time.Duration) time.Duration { return time.Duration(w.rng.Int64N(int64(most))) }
+func (w *worker) some(most time.Duration) time.Duration {
+	return time.Duration(w.rng.Int64N(int64(most)))
+}
 
 func (w *worker) act(ctx context.Context, c *client.Client) {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Second+w.some(2*time.Second))
@@ -272,6 +275,12 @@ func (w *worker) pull(ctx context.Context, c *client.Client) {
 		return
 	}
 	name := names[w.rng.IntN(len(names))].Name()
+	for range 2 { // mostly of other nodes
+		if !strings.HasPrefix(name, fmt.Sprint(w.r.Node, "-")) {
+			break
+		}
+		name = names[w.rng.IntN(len(names))].Name()
+	}
 	text, err := os.ReadFile(filepath.Join(w.r.Board, name))
 	if errors.Is(err, os.ErrNotExist) {
 		return // renamed since

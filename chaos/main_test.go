@@ -49,8 +49,8 @@ func run[R any](role func(ctx context.Context, r R) int) int {
 		fmt.Fprintln(os.Stderr, err)
 		return exitFailed
 	}
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
-	defer stop()
+	// Never stopped: a second SIGTERM must not kill what is ending.
+	ctx, _ := signal.NotifyContext(context.Background(), syscall.SIGTERM) //nolint:govet // ends with the process
 	return role(ctx, r)
 }
 

@@ -409,6 +409,9 @@ func (w *world) calm() {
 	}
 	time.Sleep(200 * time.Millisecond) // of undisturbed work
 	for _, e := range w.engines {
+		if _, err := e.line(); err != nil {
+			w.fail("%s: %v", e.name, err)
+		}
 		e.signal(syscall.SIGTERM)
 	}
 	for _, e := range w.engines {
