@@ -57,7 +57,7 @@ func TestWhatVLLMRefusesIsOneOutcomeEach(t *testing.T) {
 	}{
 		{"missing", []string{"--missing"}, ec.FetchMissing},
 		{"another compatibility hash", []string{"--compat", "0123"}, ec.FetchIncompatible},
-		{"another version", []string{"--version", "7"}, ec.FetchReady}, // the node leaves the default out: vLLM takes it for its own
+		{"another version", []string{"--version", "7"}, ec.FetchIncompatible},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p := startProducer(t, append([]string{"--count", "2"}, c.args...)...)

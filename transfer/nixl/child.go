@@ -61,17 +61,19 @@ func startChild(ctx context.Context, o childOptions, notify func([]byte)) (*chil
 		return nil, fmt.Errorf("nixl: socket pair for an agent process: %w", err)
 	}
 	ours, theirs := os.NewFile(uintptr(fds[0]), "agent"), os.NewFile(uintptr(fds[1]), "plane")
-	defer theirs.Close()
 	w, err := newWire(ours)
 	_ = ours.Close() // the connection has its own
 	if err != nil {
+		_ = theirs.Close()
 		return nil, err
 	}
 	c := &child{
 		o: o, wire: w, notify: notify, reaped: make(chan struct{}), isOver: make(chan struct{}),
 		pending: map[uint64]func(*fields.Reader, error){},
 	}
-	if err := c.run(theirs); err != nil {
+	err = c.run(theirs)
+	_ = theirs.Close() // the process has it now, and its end is the end of the wire
+	if err != nil {
 		_ = w.conn.Close()
 		return nil, err
 	}

@@ -35,7 +35,11 @@ func realPath(t testing.TB) string {
 const agentEnv = "FERRY_NIXL_TEST_AGENT"
 
 func TestMain(m *testing.M) {
-	if os.Getenv(agentEnv) == "" {
+	switch {
+	case os.Getenv(agentEnv) != "":
+	case os.Getenv(nodeEnv) != "":
+		runNode()
+	default:
 		os.Exit(m.Run())
 	}
 	if err := RunAgent(os.NewFile(AgentSocket, "socket")); err != nil {

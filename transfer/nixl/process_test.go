@@ -1,0 +1,254 @@
+package nixl
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/tensorferry/tensorferry/region"
+	"github.com/tensorferry/tensorferry/transfer"
+	"github.com/tensorferry/tensorferry/transfer/transfertest"
+)
+
+func (r *Registration) pid() int { return r.cur.Load().agent.(*child).pid }
+
+func (p *Plane) fetchPID() int {
+	p.fetch.mu.Lock()
+	defer p.fetch.mu.Unlock()
+	return p.fetch.cur.(*child).pid
+}
+
+func gone(pid int) bool { return errors.Is(unix.Kill(pid, 0), unix.ESRCH) }
+
+func TestAFetchAgentThatDiesCostsOnlyTheReadsInFlight(t *testing.T) {
+	p := newPlane(t, processes(t))
+	const n = 64 << 20
+	m, d := shared(t, n), shared(t, n)
+	reg := register(t, p, m)
+	register(t, p, d)
+	c := add(t, p, reg.Metadata())
+	clear(d.Bytes)
+	must(t, pull(t, c, d.Bytes[:4096]))
+	for range 3 {
+		pid := p.fetchPID()
+		var reads []transfer.Read
+		for range 4 {
+			rd, err := c.Read(t.Context(), transfer.ReadRequest{Remote: []region.Span{{Length: n}}, Local: [][]byte{d.Bytes}})
+			must(t, err)
+			reads = append(reads, rd)
+		}
+		must(t, unix.Kill(pid, unix.SIGKILL))
+		failed := 0
+		for _, rd := range reads {
+			if err := wait(t, rd); err != nil {
+				failed++
+				wantErr(t, "a READ in flight", err, transfer.ErrPeerLost)
+			}
+		}
+		if failed == 0 {
+			t.Error("no READ was in flight: the test shows nothing")
+		}
+		clear(d.Bytes)
+		// The next one starts on demand, maybe after a pause.
+		transfertest.Eventually(t, "a READ by the next agent", func() bool {
+			err := pull(t, c, d.Bytes)
+			if err != nil {
+				wantErr(t, "a READ before the next agent is there", err, transfer.ErrPeerLost)
+			}
+			return err == nil
+		})
+		if !bytes.Equal(d.Bytes, m.Bytes) {
+			t.Fatal("wrong bytes")
+		}
+		if !gone(pid) {
+			t.Error("the former agent is still there")
+		}
+	}
+}
+
+func TestAServeAgentThatDiesIsStartedAgainUnderAnotherName(t *testing.T) {
+	p := newPlane(t, processes(t))
+	m := shared(t, 1<<20)
+	notes := make(chan transfer.Notification, 1)
+	r, err := p.Register(t.Context(), m, func(n transfer.Notification) { notes <- n })
+	must(t, err)
+	defer r.Close()
+	reg := r.(*Registration)
+	c := add(t, p, reg.Metadata())
+	dst := make([]byte, 1<<20)
+	must(t, pull(t, c, dst))
+	<-notes
+	before, _, over := reg.Agent()
+	must(t, unix.Kill(reg.pid(), unix.SIGKILL))
+	select {
+	case <-over:
+	case <-time.After(transfertest.Patience):
+		t.Fatal("nobody is told that the agent is gone")
+	}
+	wantErr(t, "a READ from the dead agent", pull(t, c, dst), transfer.ErrPeerLost)
+	transfertest.Eventually(t, "the next agent", func() bool {
+		after, _, _ := reg.Agent()
+		return after != nil && !bytes.Equal(after, before)
+	})
+	clear(dst)
+	must(t, pull(t, add(t, p, reg.Metadata()), dst))
+	if !bytes.Equal(dst, m.Bytes) {
+		t.Error("wrong bytes")
+	}
+	select {
+	case <-notes:
+	case <-time.After(transfertest.Patience):
+		t.Error("no notification by the next agent")
+	}
+}
+
+// The sure end of a quarantine, with an agent that is really stopped.
+func TestClosingAPeerEndsReadsOfAStoppedProcess(t *testing.T) {
+	t.Setenv("UCX_TLS", "tcp") // over shared memory the reader needs nobody's help
+	o := processes(t)
+	o.Drain = 100 * time.Millisecond
+	p := newPlane(t, o)
+	const n = 8 << 20
+	m, d := shared(t, n), shared(t, n)
+	reg := register(t, p, m)
+	register(t, p, d)
+	c := add(t, p, reg.Metadata())
+	must(t, pull(t, c, d.Bytes))
+	clear(d.Bytes)
+	must(t, unix.Kill(reg.pid(), unix.SIGSTOP))
+	rd, err := c.Read(t.Context(), transfer.ReadRequest{Remote: []region.Span{{Length: n}}, Local: [][]byte{d.Bytes}})
+	must(t, err)
+	select {
+	case <-rd.Done():
+		t.Fatalf("a READ from a stopped process ended: %v", rd.Err())
+	case <-time.After(200 * time.Millisecond):
+	}
+	must(t, c.Close())
+	wantErr(t, "the READ", wait(t, rd), transfer.ErrPeerLost)
+	mark := bytes.Repeat([]byte{0xa5}, n)
+	copy(d.Bytes, mark)
+	must(t, unix.Kill(reg.pid(), unix.SIGCONT))
+	// UCX 1.22 may abort a process whose peer died while it was stopped ("Endpoint timeout"): then the next agent serves.
+	dst := make([]byte, n)
+	transfertest.Eventually(t, "a READ", func() bool {
+		c, err := p.AddPeer(t.Context(), reg.Metadata())
+		if err != nil {
+			return false
+		}
+		defer c.Close()
+		return pull(t, c, dst) == nil
+	})
+	if !bytes.Equal(d.Bytes, mark) {
+		t.Error("the destination was written after Done")
+	}
+	if !bytes.Equal(dst, m.Bytes) {
+		t.Error("wrong bytes afterwards")
+	}
+}
+
+func TestMemoryIsServedFromAReadOnlyMapping(t *testing.T) {
+	p := newPlane(t, processes(t))
+	reg := register(t, p, shared(t, 1<<20))
+	f, err := os.Open(fmt.Sprintf("/proc/%d/maps", reg.pid()))
+	must(t, err)
+	defer f.Close()
+	found := false
+	for s := bufio.NewScanner(f); s.Scan(); {
+		if fields := strings.Fields(s.Text()); strings.Contains(s.Text(), "memfd:pool") {
+			found = true
+			if fields[1] != "r--s" {
+				t.Errorf("mapped %s", fields[1])
+			}
+		}
+	}
+	if !found {
+		t.Error("not mapped")
+	}
+}
+
+func TestAProgramThatIsNoAgentIsAnError(t *testing.T) {
+	for _, command := range [][]string{{"/bin/false"}, {"/nowhere/at/all"}, {"/bin/sh", "-c", "exec 3>&-; sleep 60"}} {
+		o := processes(t)
+		o.Command = command
+		o.StartTimeout = 2 * time.Second
+		p := newPlane(t, o)
+		if _, err := p.Register(t.Context(), shared(t, 4096), nil); err == nil {
+			t.Errorf("%v: registered", command)
+		}
+		reg := &registrationMetadata{base: 4096, length: 4096}
+		if _, err := p.AddPeer(t.Context(), reg.append(nil)); err == nil {
+			t.Errorf("%v: added", command)
+		}
+	}
+}
+
+func TestABackendThatIsNotThereIsSaidAtOnce(t *testing.T) {
+	o := processes(t)
+	o.Backends = []Backend{{Name: "NOSUCH"}}
+	_, err := newPlane(t, o).Register(t.Context(), shared(t, 4096), nil)
+	if err == nil || !strings.Contains(err.Error(), "NOSUCH") {
+		t.Errorf("error %v", err)
+	}
+}
+
+// nodeEnv makes this test binary a program with a plane, which prints the pids of its agents and waits.
+const nodeEnv = "FERRY_NIXL_TEST_NODE"
+
+func runNode() {
+	var o Options
+	check := func(err error) {
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+	}
+	check(json.Unmarshal([]byte(os.Getenv(nodeEnv)), &o))
+	p, err := New(o)
+	check(err)
+	fd, err := unix.MemfdCreate("node-pool", 0)
+	check(err)
+	f := os.NewFile(uintptr(fd), "node-pool")
+	check(f.Truncate(4096))
+	b, err := unix.Mmap(fd, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	check(err)
+	ctx := context.Background()
+	reg, err := p.Register(ctx, transfer.Memory{Bytes: b, File: f, Path: "node-pool"}, nil)
+	check(err)
+	_, err = p.AddPeer(ctx, reg.Metadata())
+	check(err)
+	fmt.Println(reg.(*Registration).pid(), p.fetchPID())
+	select {}
+}
+
+func TestAgentsEndWithTheProcessThatHasThePlane(t *testing.T) {
+	o := processes(t)
+	for _, s := range []syscall.Signal{syscall.SIGKILL, syscall.SIGTERM} {
+		text, err := json.Marshal(Options{Library: o.Library, Command: o.Command})
+		must(t, err)
+		cmd := exec.Command(os.Args[0])
+		cmd.Env = append(os.Environ(), nodeEnv+"="+string(text))
+		cmd.Stderr = os.Stderr
+		out, err := cmd.StdoutPipe()
+		must(t, err)
+		must(t, cmd.Start())
+		var serve, fetch int
+		if _, err := fmt.Fscan(out, &serve, &fetch); err != nil {
+			_ = cmd.Process.Kill()
+			t.Fatal(err)
+		}
+		must(t, cmd.Process.Signal(s))
+		_ = cmd.Wait()
+		transfertest.Eventually(t, "the agents to be gone", func() bool { return gone(serve) && gone(fetch) })
+	}
+}
