@@ -166,7 +166,10 @@ func (d *Dealer) connectTo(at address, err error) {
 	}
 	if err != nil {
 		d.failed(err.Error())
+		return
 	}
+	// libzmq has a limit for each of the two, but 4.3.5 says nothing when a peer of another protocol answers.
+	d.l.alarms.set(&d.alarm, time.Now().Add(2*d.l.opts.ConnectTimeout))
 }
 
 // failed ends an attempt or a connection, tells the handler if it does not know yet, and arranges the next attempt.
@@ -194,8 +197,13 @@ func (d *Dealer) turn() bool {
 	if d.ended(l) {
 		return false
 	}
-	if d.s == nil && !d.resolving && d.alarm.index < 0 {
-		d.connect() // the pause is over
+	if d.alarm.index < 0 { // it rang, unless it was not set
+		switch {
+		case d.s == nil && !d.resolving:
+			d.connect() // the pause is over
+		case d.s != nil && !d.connected:
+			d.failed("no ZeroMQ ROUTER answered in time")
+		}
 	}
 	if d.s == nil || !d.watchLink() {
 		return d.rest()
@@ -299,6 +307,7 @@ func (d *Dealer) watchLink() bool {
 
 func (d *Dealer) up() {
 	d.connected, d.failures = true, 0
+	d.l.alarms.stop(&d.alarm)
 	d.l.mu.Lock()
 	d.link = linkUp
 	d.l.mu.Unlock()

@@ -3,8 +3,12 @@ package control
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"io"
+	"log/slog"
 	"net"
+	"strings"
+	"syscall"
 	"testing"
 )
 
@@ -97,6 +101,47 @@ func TestPeerThatFloodsAndResetsWhileTheOwnerIsBusyDoesNoHarm(t *testing.T) {
 			break
 		}
 	}
+}
+
+// A peer that sends more than can be served is cut off before it fills the memory, and the others are served.
+func TestPeerThatFloodsIsCutOff(t *testing.T) {
+	var log logBuffer
+	h := &held{recorder: newRecorder(), in: make(chan struct{}), out: make(chan struct{})}
+	l := newTestLoop(t, Options{Log: slog.New(slog.NewTextHandler(&log, nil))})
+	r, err := l.Listen(t.Context(), "127.0.0.1", 0, h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	z := dialZMTP(t, hostPort(r))
+	message := append(frame(1, nil), frame(0, bytes.Repeat([]byte("x"), 200))...)
+	z.write(message)
+	<-h.in
+	z.write(bytes.Repeat(message, 3*floodBytes/len(message))) // taken in by libzmq and the kernel
+	close(h.out)
+	if _, err := io.Copy(io.Discard, z); err != nil && !errors.Is(err, syscall.ECONNRESET) {
+		t.Fatal(err)
+	}
+	got := 0
+	for e := h.next(t, "message"); e.what == "message"; e = <-h.c {
+		got++
+	}
+	if got > 2*floodCheck || r.Flooded() == 0 {
+		t.Errorf("%d messages handled and %d dropped: want no more than %d handled", got, r.Flooded(), 2*floodCheck)
+	}
+	if !strings.Contains(log.String(), "peer=127.0.0.1") {
+		t.Errorf("the log does not say who it was: %s", log.String())
+	}
+	s := connect(t, r)
+	say(t, s, "", "hello")
+	for e := range h.c {
+		if e.body == "hello" {
+			break
+		}
+	}
+	eventually(t, "all is forgotten", func() (ok bool) {
+		r.l.call(t.Context(), func() error { ok = len(r.floods) == 0; return nil })
+		return ok
+	})
 }
 
 // Garbage at any point of a connection ends that connection.

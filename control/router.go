@@ -35,6 +35,7 @@ type Router struct {
 	peers                            map[string]*peer
 	dirty                            []*peer // with messages accepted, each once
 	badFrames, fullQueue, unroutable uint64
+	flooded                          uint64
 
 	// Owner only.
 	s          *socket
@@ -44,8 +45,10 @@ type Router struct {
 	retried    time.Time // when all were to be tried last
 	early      bool      // it was too early to try again in this turn
 	alarm      alarm
-	conns      map[int]*conn // by descriptor, as the monitor reports them
+	conns      map[int]*conn   // by descriptor, as the monitor reports them
+	floods     map[string]bool // ids of peers that were cut off, while messages of theirs may come
 	badLog     logLimit
+	floodLog   logLimit
 	refusedLog logLimit
 }
 
@@ -57,6 +60,7 @@ type conn struct{ peers []*peer }
 type peer struct {
 	src    Source
 	fd     int
+	intake intake
 	q      outlet
 	queued bool // in dirty or blocked; guarded by Loop.mu
 }
@@ -71,7 +75,7 @@ func (l *Loop) Listen(ctx context.Context, host string, port int, h RouterHandle
 	if err != nil {
 		return nil, fmt.Errorf("control: listen on host %q, port %d: %w", host, port, err)
 	}
-	r := &Router{l: l, h: h, peers: map[string]*peer{}, conns: map[int]*conn{}}
+	r := &Router{l: l, h: h, peers: map[string]*peer{}, conns: map[int]*conn{}, floods: map[string]bool{}}
 	r.left, _ = h.(LeaveHandler)
 	r.alarm = alarm{m: r, index: -1}
 	if err := l.call(ctx, func() error { return r.bind(at) }); err != nil {
@@ -200,6 +204,7 @@ func (r *Router) turn() bool {
 		for got < turnBudget {
 			parts, errno := l.in.recv(r.s.raw)
 			if errno == syscall.EAGAIN {
+				r.forgetFloods()
 				break
 			}
 			if errno != 0 {
@@ -253,10 +258,17 @@ func (r *Router) deliver(parts int) {
 	}
 	p := r.peers[string(in.part(0))]
 	filed := true
+	if p == nil && r.floods[string(in.part(0))] { // what is left of a connection that was cut
+		r.countFlood(plainIP(in.peer()))
+		return
+	}
 	if p == nil || p.fd != in.fd() {
 		if p, filed = r.newPeer(); p == nil {
 			return
 		}
+	}
+	if r.dropFlood(p) {
+		return
 	}
 	r.h.Message(p.src, in.part(2))
 	if !filed && r.left != nil && !r.ended(r.l) {
