@@ -53,7 +53,7 @@ func numpyDType(descr string) (d DType, bigEndian bool, err error) {
 
 // Strided is the array as a tensor of torch's dtypes; View and Contiguous make one of it. The error wraps ErrDType or ErrShape.
 func (a NDArray) Strided() (Strided, error) {
-	if err := a.check(); err != nil {
+	if err := a.Check(); err != nil {
 		return Strided{}, err
 	}
 	d, big, err := numpyDType(a.DType)

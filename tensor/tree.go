@@ -6,6 +6,7 @@ import (
 	"math"
 	"slices"
 	"strconv"
+	"unicode/utf8"
 )
 
 // Node is one value of a tree: one of the types below, Ext, NDArray, Image and Tensor, as values. A nil Node is an error wherever
@@ -82,8 +83,8 @@ func (m Map) Get(name string) Node {
 }
 
 // Check is the error that Split and the encoders would give for root, nil if it can travel: nodes are there, keys are scalars
-// that differ in Python too (1, 1.0 and True are one key there), depth and number are within MaxDepth and MaxNodes, arrays and
-// images have the bytes of their shape. A skeleton's leaves are allowed. Errors wrap ErrTree, ErrLimit, ErrShape or ErrDType, and
+// that differ in Python too (1, 1.0 and True are one key there), depth and number are within MaxDepth and MaxNodes, text is UTF-8,
+// arrays and images have the bytes of their shape. A skeleton's leaves are allowed. Errors wrap ErrTree, ErrLimit, ErrShape or ErrDType, and
 // name the place, such as $.layers[3].
 func Check(root Node) error {
 	w := walk{visit: func(n Node, _ *path) (Node, error) { return n, nil }}
@@ -207,16 +208,20 @@ func (w *walk) node(n Node, at *path, depth int) (Node, error) {
 			return n, err
 		}
 		return Tuple(nodes), nil
+	case String:
+		if !utf8.ValidString(string(v)) {
+			return nil, fmt.Errorf("%w: text that is not UTF-8 at %v; send it as Bytes", ErrTree, at)
+		}
 	case Tensor:
 		if !v.Valid() {
 			return nil, fmt.Errorf("%w: the zero Tensor at %v", ErrTree, at)
 		}
 	case NDArray:
-		if err := v.check(); err != nil {
+		if err := v.Check(); err != nil {
 			return nil, fmt.Errorf("%w, at %v", err, at)
 		}
 	case Image:
-		if err := v.check(); err != nil {
+		if err := v.Check(); err != nil {
 			return nil, fmt.Errorf("%w, at %v", err, at)
 		}
 	}
@@ -250,7 +255,7 @@ func (w *walk) entries(in Map, at *path, depth int) (Node, error) {
 	if depth == MaxDepth {
 		return nil, tooDeep(at)
 	}
-	if err := in.checkKeys(); err != nil {
+	if err := in.CheckKeys(); err != nil {
 		return nil, fmt.Errorf("%w, at %v", err, at)
 	}
 	here := path{up: at}
@@ -341,8 +346,8 @@ func scalarOf(n Node) (scalar, bool) {
 	return scalar{}, false
 }
 
-// checkKeys says whether the keys are scalars that differ.
-func (m Map) checkKeys() error {
+// CheckKeys is nil if the keys are scalars that differ, in Python too: 1, 1.0 and True are one key there. Errors wrap ErrTree.
+func (m Map) CheckKeys() error {
 	const few = 16 // compared one by one up to here
 	var seen map[scalar]bool
 	if len(m) > few {
@@ -353,6 +358,9 @@ func (m Map) checkKeys() error {
 		k, ok := scalarOf(e.Key)
 		if !ok {
 			return fmt.Errorf("%w: a key of kind %T; keys are scalars", ErrTree, e.Key)
+		}
+		if k.kind == 's' && !utf8.ValidString(k.text) {
+			return fmt.Errorf("%w: key %.40q is not UTF-8", ErrTree, k.text)
 		}
 		again := false
 		if seen != nil {
@@ -369,7 +377,9 @@ func (m Map) checkKeys() error {
 	return nil
 }
 
-func (a NDArray) check() error {
+// Check is nil if a has the bytes of its dtype and shape. Errors wrap ErrDType (also for dtypes of Python objects), ErrShape or
+// ErrLimit.
+func (a NDArray) Check() error {
 	item, err := numpyItem(a.DType)
 	if err != nil {
 		return err
@@ -377,7 +387,8 @@ func (a NDArray) check() error {
 	return checkBytes(a.Shape, item, a.Data)
 }
 
-func (m Image) check() error {
+// Check is nil if m has the bytes of its shape. Errors wrap ErrShape or ErrLimit.
+func (m Image) Check() error {
 	if len(m.Shape) != 2 && len(m.Shape) != 3 {
 		return fmt.Errorf("%w: an image of shape %v", ErrShape, m.Shape)
 	}

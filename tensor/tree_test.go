@@ -89,6 +89,8 @@ func TestTreesThatCannotTravelAreRefusedAndThePlaceIsNamed(t *testing.T) {
 		{"key twice for Python", List{Map{{Int(1), Null{}}, {Flag(true), Null{}}}}, ErrTree, "$[0]"},
 		{"key twice for Python, float", Map{{Float(-0.0), Null{}}, {Int(0), Null{}}}, ErrTree, "$"},
 		{"key twice for Python, large", Map{{Float(1 << 63), Null{}}, {Uint(1 << 63), Null{}}}, ErrTree, "$"},
+		{"text that is not UTF-8", List{String("\xff")}, ErrTree, "$[0]"},
+		{"key that is not UTF-8", Map{Field("\xff", Null{})}, ErrTree, "$"},
 		{"zero tensor", List{Tensor{}}, ErrTree, "$[0]"},
 		{"too deep", nest(MaxDepth + 1), ErrLimit, "$[0]"},
 		{"a loop", loop, ErrLimit, "$[0]"},

@@ -1,0 +1,98 @@
+package wire
+
+import (
+	"bytes"
+	"math"
+
+	"github.com/tinylib/msgp/msgp"
+)
+
+// AppendReply encodes a. own says that the request had the extension; a plain peer knows Found, NotFound, Acked and
+// GeometryMismatch only, and is told NotFound for everything else.
+func AppendReply(b []byte, a *Reply, own bool) []byte {
+	if a.Status == Found && a.Metadata != nil {
+		return AppendMetadata(b, a.Metadata)
+	}
+	if own {
+		b = append(b, prefixAnswer...)
+		b = msgp.AppendMapHeader(b, 2+count(a.Try != 0, a.Reason != ""))
+		b = appendV(b, ExtensionVersion)
+		b = optionalUint(b, fieldTry, a.Try)
+		b = appendInt(msgp.AppendString(b, fieldStatus), int64(a.Status))
+		return optionalStr(b, fieldReason, a.Reason)
+	}
+	switch a.Status {
+	case Acked:
+		return append(b, bareAck...)
+	case GeometryMismatch:
+		return append(b, bareGeometry...)
+	}
+	return append(b, bareNotFound...)
+}
+
+// DecodeReply decodes what a claim, done, verify or fail is answered with. Strings and byte slices are copies, except
+// Metadata.Ferry.Inline. Errors are *FrameError; ErrSchema is metadata that this end cannot read, although its claim was granted.
+func DecodeReply(b []byte) (*Reply, error) {
+	switch string(b) {
+	case bareNotFound:
+		return &Reply{Status: NotFound}, nil
+	case bareAck:
+		return &Reply{Status: Acked}, nil
+	case bareGeometry:
+		return &Reply{Status: GeometryMismatch}, nil
+	}
+	if body, ok := bytes.CutPrefix(b, []byte(prefixAnswer)); ok {
+		r := reader{buf: body, rest: body, base: len(prefixAnswer)}
+		return r.answer()
+	}
+	m, err := DecodeMetadata(b)
+	if err != nil {
+		return nil, err
+	}
+	a := &Reply{Status: Found, Metadata: m}
+	if m.Ferry != nil {
+		a.Try = m.Ferry.Try
+	}
+	return a, nil
+}
+
+func (r *reader) answer() (*Reply, error) {
+	if len(r.buf) > MaxRequest {
+		return nil, r.fail(ErrLimit, "an answer of %d bytes, limit %d", len(r.buf), MaxRequest)
+	}
+	n, err := r.fields()
+	if err != nil {
+		return nil, err
+	}
+	a := &Reply{}
+	for range n {
+		name, err := r.next()
+		if err != nil {
+			return nil, err
+		}
+		switch string(name) {
+		case fieldV:
+			err = r.version()
+		case fieldTry:
+			a.Try, err = r.uint(math.MaxUint64)
+		case fieldStatus:
+			var s int64
+			s, err = r.int(int64(NotFound), int64(Closing))
+			a.Status = Status(s)
+		case fieldReason:
+			a.Reason, err = r.text(MaxReason)
+		default:
+			err = r.skip()
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	if err := r.end(); err != nil {
+		return nil, err
+	}
+	if a.Status == 0 {
+		return nil, r.missing(fieldStatus)
+	}
+	return a, nil
+}
