@@ -31,6 +31,9 @@ import (
 // patience bounds every wait. Importing vLLM takes 10 to 30 s on a small machine.
 const patience = 180 * time.Second
 
+// cleanEnd is the time that a peer gets to end by itself after a test.
+const cleanEnd = 15 * time.Second
+
 // What nodes and peers agree on. A block is one row.
 const (
 	width = 1024
@@ -125,6 +128,11 @@ func start(t testing.TB, name string, cmd *exec.Cmd) *process {
 		close(p.ended)
 	}()
 	t.Cleanup(func() {
+		_ = p.stdin.Close() // the scripts end by themselves then
+		select {
+		case <-p.ended:
+		case <-time.After(cleanEnd):
+		}
 		p.kill()
 		if t.Failed() {
 			text, _ := os.ReadFile(p.log)
@@ -209,6 +217,9 @@ func startNode(t testing.TB, flags ...string) *nodeProcess {
 	cmd := exec.Command(path, n.args...)
 	cmd.Env = append(os.Environ(), "VIRTUAL_ENV="+filepath.Dir(filepath.Dir(py)))
 	n.process = start(t, "node", cmd)
+	t.Cleanup(func() { // before start's own: it would wait for a node that does not look at its stdin
+		_ = n.cmd.Process.Signal(syscall.SIGTERM)
+	})
 	var ready struct {
 		Port int `json:"peer_port"`
 	}
@@ -295,7 +306,16 @@ func script(t testing.TB, name string, args ...string) *process {
 	t.Helper()
 	cmd := exec.Command(python(t), append([]string{name}, args...)...)
 	cmd.Dir = filepath.Join("peers", "vllm")
-	return start(t, name, cmd)
+	p := start(t, name, cmd)
+	t.Cleanup(func() { // V12: a killed vLLM leaves its region behind
+		p.kill()
+		left, err := filepath.Glob(fmt.Sprintf("/dev/shm/vllm_ec_*peer%d_*", cmd.Process.Pid))
+		must(t, err)
+		for _, f := range left {
+			must(t, os.Remove(f))
+		}
+	})
+	return p
 }
 
 func startProducer(t testing.TB, args ...string) *producer {

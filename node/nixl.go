@@ -58,6 +58,17 @@ func (s *settings) nixlOptions(log *slog.Logger) nixl.Options {
 	return o
 }
 
+// ExamineNIXL tries the nixl plane as this configuration has it. The error is the configuration's; the report has the plane's.
+func (c Config) ExamineNIXL(ctx context.Context, log *slog.Logger) (nixl.Report, error) {
+	s := &settings{Config: c}
+	if err := s.checkNIXL(); err != nil {
+		return nixl.Report{}, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, selfTestTimeout)
+	defer cancel()
+	return nixl.Examine(ctx, s.nixlOptions(log)), nil
+}
+
 // openNIXL brings the plane up and lets it read from itself, so that a node that says it is ready can move bytes.
 func openNIXL(ctx context.Context, s *settings, log *slog.Logger) (transfer.Plane, error) {
 	p, err := nixl.New(s.nixlOptions(log))

@@ -34,6 +34,8 @@ type childOptions struct {
 	role    role
 	hello   hello
 	log     *slog.Logger
+	environ []string
+	says    func(line string) // nil: log
 }
 
 // child is an agent in a process of its own, which ends with this one, whatever ends that.
@@ -101,6 +103,7 @@ func (c *child) run(socket *os.File) error {
 	}
 	args := append(slices.Clone(c.o.command[1:]), "--role", string(c.o.role))
 	cmd := exec.Command(c.o.command[0], args...)
+	cmd.Env = append(os.Environ(), c.o.environ...)
 	cmd.ExtraFiles = []*os.File{socket}
 	cmd.Stdout, cmd.Stderr = pipe, pipe
 	// A session of its own: a terminal's Ctrl-C is for the node, which ends its agents when nothing needs them any more.
@@ -142,6 +145,10 @@ func (c *child) logLines(from *os.File) {
 		line, _, err := lines.ReadLine()
 		if err != nil {
 			return
+		}
+		if c.o.says != nil {
+			c.o.says(string(line))
+			continue
 		}
 		c.o.log.Warn("nixl: agent process", "role", c.o.role, "pid", c.pid, "says", string(line))
 	}

@@ -46,6 +46,9 @@ type Options struct {
 	IdlePeers     int           // agents that nobody uses and that are still known, for a quick return; default 64
 
 	Log *slog.Logger // default slog.Default()
+
+	environ []string          // of agent processes, beside this one's
+	says    func(line string) // gets what agent processes print, in place of Log
 }
 
 func (o Options) withDefaults() Options {
@@ -138,6 +141,7 @@ func (p *Plane) start(ctx context.Context, r role, notify func([]byte)) (agent, 
 	if len(p.o.Command) > 0 {
 		c, err := startChild(ctx, childOptions{
 			command: p.o.Command, role: r, hello: hello{Library: p.o.Library, Engine: o}, log: p.o.Log,
+			environ: p.o.environ, says: p.o.says,
 		}, notify)
 		if err != nil {
 			return nil, err

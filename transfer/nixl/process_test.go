@@ -32,6 +32,17 @@ func (p *Plane) fetchPID() int {
 func gone(pid int) bool { return errors.Is(unix.Kill(pid, 0), unix.ESRCH) }
 
 func TestAFetchAgentThatDiesCostsOnlyTheReadsInFlight(t *testing.T) {
+	for _, tls := range []string{"", "tcp"} {
+		t.Run("UCX_TLS="+tls, func(t *testing.T) {
+			if tls != "" {
+				t.Setenv("UCX_TLS", tls)
+			}
+			testFetchAgentDies(t)
+		})
+	}
+}
+
+func testFetchAgentDies(t *testing.T) {
 	p := newPlane(t, processes(t))
 	const n = 64 << 20
 	m, d := shared(t, n), shared(t, n)
@@ -40,6 +51,7 @@ func TestAFetchAgentThatDiesCostsOnlyTheReadsInFlight(t *testing.T) {
 	c := add(t, p, reg.Metadata())
 	clear(d.Bytes)
 	must(t, pull(t, c, d.Bytes[:4096]))
+	serve := reg.pid()
 	for range 3 {
 		pid := p.fetchPID()
 		var reads []transfer.Read
@@ -74,6 +86,9 @@ func TestAFetchAgentThatDiesCostsOnlyTheReadsInFlight(t *testing.T) {
 		if !gone(pid) {
 			t.Error("the former agent is still there")
 		}
+	}
+	if reg.pid() != serve {
+		t.Error("the agent that served died with its reader")
 	}
 }
 
