@@ -23,47 +23,58 @@ type Script struct {
 	cmd *exec.Cmd
 	in  io.WriteCloser
 	out *bufio.Reader
-	dir string
+	dir string // "": nothing to delete
 }
 
 // Start runs a script and waits for its first line, which must be "ready". Its errors go to ours.
-func Start(name string, text []byte, args ...string) (s *Script, err error) {
-	python := os.Getenv("PEERS_PYTHON")
-	if python == "" {
+func Start(name string, text []byte, args ...string) (*Script, error) {
+	if os.Getenv("PEERS_PYTHON") == "" {
 		return nil, ErrNone
 	}
-	s = &Script{}
-	if s.dir, err = os.MkdirTemp("", "ferry-bench-"); err != nil {
-		return nil, err
-	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(fmt.Errorf("%s: %w", name, err), os.RemoveAll(s.dir))
-		}
-	}()
-	path := filepath.Join(s.dir, name)
-	if err := os.WriteFile(path, text, 0o600); err != nil {
-		return nil, err
-	}
-	s.cmd = exec.Command(python, append([]string{path}, args...)...)
-	s.cmd.Env = append(os.Environ(), "VLLM_LOGGING_LEVEL=ERROR", "VLLM_LOGGING_STREAM=ext://sys.stderr", "VLLM_NO_USAGE_STATS=1", "UCX_LOG_LEVEL=fatal")
-	s.cmd.Stderr = os.Stderr
-	if s.in, err = s.cmd.StdinPipe(); err != nil {
-		return nil, err
-	}
-	out, err := s.cmd.StdoutPipe()
+	dir, err := os.MkdirTemp("", "ferry-bench-")
 	if err != nil {
 		return nil, err
 	}
+	path := filepath.Join(dir, name)
+	err = os.WriteFile(path, text, 0o600)
+	var s *Script
+	if err == nil {
+		var line string
+		if s, line, err = Run(path, args...); err == nil && line != "ready" {
+			err = errors.Join(fmt.Errorf("said %q where \"ready\" was expected", line), s.end())
+		}
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("%s: %w", name, err), os.RemoveAll(dir))
+	}
+	s.dir = dir
+	return s, nil
+}
+
+// Run runs a script of the repository and gives its first line.
+func Run(path string, args ...string) (s *Script, line string, err error) {
+	python := os.Getenv("PEERS_PYTHON")
+	if python == "" {
+		return nil, "", ErrNone
+	}
+	s = &Script{cmd: exec.Command(python, append([]string{path}, args...)...)}
+	s.cmd.Env = append(os.Environ(), "VLLM_LOGGING_LEVEL=ERROR", "VLLM_LOGGING_STREAM=ext://sys.stderr", "VLLM_NO_USAGE_STATS=1", "UCX_LOG_LEVEL=fatal")
+	s.cmd.Stderr = os.Stderr
+	if s.in, err = s.cmd.StdinPipe(); err != nil {
+		return nil, "", err
+	}
+	out, err := s.cmd.StdoutPipe()
+	if err != nil {
+		return nil, "", err
+	}
 	s.out = bufio.NewReaderSize(out, 1<<20)
 	if err := s.cmd.Start(); err != nil {
-		return nil, err
+		return nil, "", err
 	}
-	if line, err := s.line(); err != nil || line != "ready" {
-		s.end()
-		return nil, fmt.Errorf("said %q (%v) where \"ready\" was expected", line, err)
+	if line, err = s.line(); err != nil {
+		return nil, "", errors.Join(fmt.Errorf("%s: no first line: %w", filepath.Base(path), err), s.end())
 	}
-	return s, nil
+	return s, line, nil
 }
 
 func (s *Script) line() (string, error) {
@@ -94,7 +105,11 @@ func (s *Script) Took(format string, a ...any) (time.Duration, error) {
 
 // Close ends the script's input and waits for it; it is killed if it does not end.
 func (s *Script) Close() error {
-	return errors.Join(s.end(), os.RemoveAll(s.dir))
+	err := s.end()
+	if s.dir != "" {
+		err = errors.Join(err, os.RemoveAll(s.dir))
+	}
+	return err
 }
 
 func (s *Script) end() error {
