@@ -51,7 +51,8 @@ func (s *settings) checkNIXL() error {
 
 // nixlOptions are the plane's.
 func (s *settings) nixlOptions(log *slog.Logger) nixl.Options {
-	o := nixl.Options{Library: s.NIXL.Library, Backends: s.backends, Name: "ferry-" + s.Instance, Log: log}
+	// Without a trusted network the side channel is on loopback, and so must be what NIXL's agents listen on.
+	o := nixl.Options{Library: s.NIXL.Library, Backends: s.backends, Name: "ferry-" + s.Instance, Loopback: !s.Trusted, Log: log}
 	if !s.NIXL.InProcess {
 		o.Command = s.NIXL.AgentCommand
 	}

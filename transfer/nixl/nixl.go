@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"os"
 	"slices"
 	"sync"
 	"time"
@@ -44,6 +45,10 @@ type Options struct {
 	StartTimeout  time.Duration // of an agent: library, backends; default 30 s
 	Drain         time.Duration // Peer.Close waits so long for its READs before it ends the fetch agent; default 2 s
 	IdlePeers     int           // agents that nobody uses and that are still known, for a quick return; default 64
+
+	// Loopback keeps UCX, which listens on every network interface and asks nobody who he is, to the loopback interface, unless the
+	// operator has set UCX_NET_DEVICES. Other machines cannot READ then. Other backends know nothing of it.
+	Loopback bool
 
 	Log *slog.Logger // default slog.Default()
 
@@ -94,6 +99,9 @@ type Plane struct {
 // they are needed first. The caller closes the plane.
 func New(o Options) (*Plane, error) {
 	o = o.withDefaults()
+	if err := o.bind(); err != nil {
+		return nil, err
+	}
 	p := &Plane{o: o, library: o.Loaded, regs: map[*Registration]struct{}{}, peers: map[*peer]struct{}{}}
 	switch {
 	case len(o.Command) > 0:
@@ -108,6 +116,25 @@ func New(o Options) (*Plane, error) {
 	}
 	p.fetch = newFetcher(p)
 	return p, nil
+}
+
+// netDevices is UCX's variable for the network devices that it uses.
+const netDevices = "UCX_NET_DEVICES"
+
+// bind does what Loopback says, by UCX's environment: no parameter of the backend takes the loopback interface (1.3.2).
+func (o *Options) bind() error {
+	theirs := os.Getenv(netDevices)
+	switch {
+	case !o.Loopback || theirs == "lo":
+		return nil
+	case theirs != "":
+		o.Log.Warn("nixl: the environment names the devices that UCX listens on, so they need not be loopback's; whoever can connect can read this node's encodings", netDevices, theirs)
+		return nil
+	case len(o.Command) == 0:
+		return os.Setenv(netDevices, "lo")
+	}
+	o.environ = append(o.environ, netDevices+"=lo")
+	return nil
 }
 
 func (o *Options) libraryOptions() []binding.Option {
