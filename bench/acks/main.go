@@ -4,7 +4,6 @@
 package main
 
 import (
-	"bufio"
 	"encoding/json"
 	"errors"
 	"flag"
@@ -13,11 +12,11 @@ import (
 	"io/fs"
 	"math/rand/v2"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"time"
 
+	"github.com/tensorferry/tensorferry/bench/internal/child"
 	"github.com/tensorferry/tensorferry/bench/internal/measure"
 	"github.com/tensorferry/tensorferry/bench/internal/peers"
 	"github.com/tensorferry/tensorferry/ec/wire"
@@ -74,58 +73,6 @@ func run(rounds int, script string) (err error) {
 	return times(w, dir, script)
 }
 
-// child is this program in another role.
-type child struct {
-	cmd *exec.Cmd
-	in  io.WriteCloser
-	out *bufio.Reader
-}
-
-func start(args ...string) (*child, *offer, error) {
-	self, err := os.Executable()
-	if err != nil {
-		return nil, nil, err
-	}
-	c := &child{cmd: exec.Command(self, args...)}
-	c.cmd.Stderr = os.Stderr
-	if c.in, err = c.cmd.StdinPipe(); err != nil {
-		return nil, nil, err
-	}
-	out, err := c.cmd.StdoutPipe()
-	if err != nil {
-		return nil, nil, err
-	}
-	c.out = bufio.NewReader(out)
-	if err := c.cmd.Start(); err != nil {
-		return nil, nil, err
-	}
-	o := &offer{}
-	line, err := c.out.ReadBytes('\n')
-	if err == nil {
-		err = json.Unmarshal(line, o)
-	}
-	if err != nil {
-		return nil, nil, errors.Join(fmt.Errorf("%v: %w", args, err), c.close())
-	}
-	return c, o, nil
-}
-
-// read tells a producer that a plain peer has read.
-func (c *child) read(session, key string) error {
-	if _, err := fmt.Fprintf(c.in, "%s %s\n", session, key); err != nil {
-		return err
-	}
-	_, err := c.out.ReadString('\n')
-	return err
-}
-
-func (c *child) close() error {
-	_ = c.in.Close()
-	late := time.AfterFunc(answerTimeout, func() { _ = c.cmd.Process.Kill() })
-	defer late.Stop()
-	return c.cmd.Wait()
-}
-
 // vllm is vLLM's producer.
 type vllm struct {
 	script *peers.Script
@@ -175,11 +122,12 @@ func ownRequest(plane string) *wire.FerryRequest {
 
 // rates is one row.
 func rates(w io.Writer, dir string, bytes int64, rounds int, script string) (err error) {
-	ours, at, err := start("-role", "serve", "-dir", dir, "-bytes", fmt.Sprint(bytes))
+	at := &offer{}
+	ours, err := child.Start(at, "-role", "serve", "-dir", dir, "-bytes", fmt.Sprint(bytes))
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, ours.close()) }()
+	defer func() { err = errors.Join(err, ours.Close()) }()
 	var cs []measure.Candidate
 	sizes := make([]int, 4)
 	// add makes a candidate of n requests a turn; its time is that of one.
@@ -212,7 +160,7 @@ func rates(w io.Writer, dir string, bytes int64, rounds int, script string) (err
 		if _, _, err := a.ask(requests(at, c.name, nil), len(at.Held), false); err != nil {
 			return err
 		}
-		if err := ours.read(c.name, key(0)); err != nil {
+		if _, err := ours.Ask(c.name + " " + key(0)); err != nil {
 			return err
 		}
 	}
@@ -243,17 +191,18 @@ func rates(w io.Writer, dir string, bytes int64, rounds int, script string) (err
 }
 
 func times(w io.Writer, dir, script string) (err error) {
-	ours, at, err := start("-role", "node", "-dir", dir)
+	at := &offer{}
+	ours, err := child.Start(at, "-role", "node", "-dir", dir)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, ours.close()) }()
-	stepping, _, err := start("-role", "engine", "-socket", at.Socket)
+	defer func() { err = errors.Join(err, ours.Close()) }()
+	stepping, err := child.Start(&offer{}, "-role", "engine", "-socket", at.Socket)
 	if err != nil {
 		return err
 	}
 	err = timesOf(w, "ours", at, ownRequest("mapped"))
-	if err = errors.Join(err, stepping.close()); err != nil {
+	if err = errors.Join(err, stepping.Close()); err != nil {
 		return err
 	}
 	theirs, err := startVLLM(script, 8<<20, int(step.Milliseconds()))

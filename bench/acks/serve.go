@@ -3,7 +3,6 @@ package main
 import (
 	"bufio"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -13,6 +12,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/tensorferry/tensorferry/bench/internal/child"
 	"github.com/tensorferry/tensorferry/control"
 	"github.com/tensorferry/tensorferry/ec"
 	"github.com/tensorferry/tensorferry/ec/wire"
@@ -48,8 +48,6 @@ type offer struct {
 }
 
 func (o *offer) addr() string { return fmt.Sprintf("%s:%d", o.Host, o.Port) }
-
-func say(o offer) error { return json.NewEncoder(os.Stdout).Encode(o) }
 
 // plane carries no bytes: READs are not measured here. It speaks to plain peers and to our own.
 type plane struct{ notify func(transfer.Notification) }
@@ -125,7 +123,7 @@ func serve(dir string, bytes int64) (err error) {
 		return err
 	}
 	producer.Serve(router)
-	if err := say(offer{Host: "127.0.0.1", Port: router.Port(), Hash: compat.Hash(), Held: held}); err != nil {
+	if err := child.Ready(offer{Host: "127.0.0.1", Port: router.Port(), Hash: compat.Hash(), Held: held}); err != nil {
 		return err
 	}
 	lines := bufio.NewScanner(os.Stdin)
@@ -171,7 +169,7 @@ func serveNode(dir string) (err error) {
 	if err := e.Close(); err != nil {
 		return err
 	}
-	if err := say(offer{Host: n.Ready().PeerHost, Port: n.Ready().PeerPort, Hash: compat.Hash(), Held: held, Socket: c.Socket}); err != nil {
+	if err := child.Ready(offer{Host: n.Ready().PeerHost, Port: n.Ready().PeerPort, Hash: compat.Hash(), Held: held, Socket: c.Socket}); err != nil {
 		return err
 	}
 	_, err = io.Copy(io.Discard, os.Stdin)
@@ -187,7 +185,7 @@ func engine(socket string, step time.Duration) error {
 		return err
 	}
 	defer e.Close()
-	if err := say(offer{}); err != nil {
+	if err := child.Ready(offer{}); err != nil {
 		return err
 	}
 	ended := make(chan error, 1)

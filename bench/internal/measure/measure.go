@@ -96,9 +96,14 @@ func Size(n int64) string {
 
 // Header prints what a table of results must say about its machine and how it came about.
 func Header(w io.Writer, title, command string, rounds int) {
-	fmt.Fprintf(w, "# %s\n\n    %s\n\n", title, command)
-	fmt.Fprintf(w, "%s, %s/%s, %d cores, load average %s, %s. Candidates take turns; medians of %d turns after warm-up; a ratio is the median of\nthe ratios within a turn.\n\n",
-		time.Now().UTC().Format(time.DateOnly), runtime.GOOS, runtime.GOARCH, runtime.NumCPU(), load(), runtime.Version(), rounds)
+	Title(w, title, command)
+	fmt.Fprintf(w, "Candidates take turns; medians of %d turns after warm-up; a ratio is the median of the ratios within a turn.\n\n", rounds)
+}
+
+// Title is Header where nothing takes turns.
+func Title(w io.Writer, title, command string) {
+	fmt.Fprintf(w, "# %s\n\n    %s\n\n%s, %s/%s, %d cores, load average %s, %s.\n\n",
+		title, command, time.Now().UTC().Format(time.DateOnly), runtime.GOOS, runtime.GOARCH, runtime.NumCPU(), load(), runtime.Version())
 }
 
 // load is the number of processes that wanted a core in the last minute: with more than a few, the figures say little.
