@@ -439,7 +439,11 @@ func TestClosingTheNodeTellsItsEngines(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := dial(t, n)
+	c, err := client.Dial(testContext(t), n.Ready().Socket, client.Options{Once: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
 	put(t, c, "k", 2, 1)
 	m, err := c.Map(testContext(t), "k")
 	if err != nil {

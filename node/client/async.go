@@ -24,7 +24,8 @@ type FetchResult struct {
 
 // Fetch pulls every key of p that has an address; a key whose entry makes no sense has failed. Results come as they are known and
 // the channel is closed after the last. timeout 0 means the node's item budget. The channel holds all results: nobody has to read
-// it. When ctx ends, keys without an outcome are canceled; when the connection is lost, they have failed.
+// it. When ctx ends, keys without an outcome are canceled. When the connection is lost they are asked for again on the next; if none
+// comes in time, they have failed.
 //
 // An entry that is ready may be evicted before it is mapped, if nobody else uses it: FetchMap leaves no time for that.
 func (c *Client) Fetch(ctx context.Context, p ec.Params, timeout time.Duration) (<-chan FetchResult, error) {
@@ -44,7 +45,7 @@ func (c *Client) fetch(ctx context.Context, p ec.Params, timeout time.Duration, 
 	if timeout < 0 {
 		return nil, fmt.Errorf("fetch: %w: timeout %v is negative", ErrBadRequest, timeout)
 	}
-	f := &fetch{c: c, ctx: ctx, start: time.Now()}
+	f := &fetch{c: c, ctx: ctx, start: time.Now(), finished: make(chan struct{})}
 	var bad []FetchResult
 	for _, key := range p.Keys() {
 		a, _ := p.Get(key)
@@ -77,15 +78,18 @@ func (c *Client) fetch(ctx context.Context, p ec.Params, timeout time.Duration, 
 	return f.results, nil
 }
 
-// fetch is one call of Fetch. Fields below ops are guarded by Client.mu.
+// fetch is one call of Fetch. What follows finished is guarded by Client.mu.
 type fetch struct {
-	c       *Client
-	ctx     context.Context
-	start   time.Time
-	results chan FetchResult // holds them all, so that nobody waits to send one
-	ops     []api.Op
-	left    int
-	stop    func() bool
+	c        *Client
+	ctx      context.Context
+	start    time.Time
+	results  chan FetchResult // holds them all, so that nobody waits to send one
+	finished chan struct{}    // closed when all have an outcome
+	left     int
+	stop     func() bool
+	link     *link
+	ops      []api.Op // sent on link, under their refs
+	lost     []api.Op // to be sent on the next: new, or their connection is lost
 }
 
 func (f *fetch) begin() error {
@@ -97,48 +101,92 @@ func (f *fetch) begin() error {
 	}
 	f.left = len(f.ops)
 	f.stop = context.AfterFunc(f.ctx, f.canceled)
-	good := f.ops[:0]
 	for _, op := range f.ops {
-		c.nextID++
-		op.Ref = c.nextID
+		op.Ref = 1 // until it is sent
 		if err := op.Check(); err != nil {
 			f.deliver(FetchResult{Key: op.Key, Outcome: ec.FetchFailed, Reason: err.Error()})
 			continue
 		}
-		c.refs[op.Ref] = &fetchKey{f, op.Key, op.Map}
-		good = append(good, op)
+		f.lost = append(f.lost, op)
 	}
-	f.ops = good
+	f.ops = nil
 	return nil
 }
 
-// follow sends the operations. Only results of those that the node refuses come with the replies, so the caller need not wait.
+// follow sends the operations, on as many connections as it takes. Only results of those that the node refuses come with the
+// replies, so the caller need not wait.
 func (f *fetch) follow() {
-	results, err := f.c.do(f.ctx, f.ops)
-	f.c.mu.Lock()
-	for i, op := range f.ops {
-		switch {
-		case err != nil:
-			f.end(op, err)
-		case results[i].Code != api.CodeOK:
-			f.end(op, failure(op, results[i].Code, results[i].Message))
+	for {
+		l, ops := f.place()
+		results, err := f.c.do(f.ctx, l, ops)
+		f.c.mu.Lock()
+		for i, op := range ops {
+			switch {
+			case err != nil && !errors.Is(err, ErrDisconnected):
+				f.end(op, err)
+			case err == nil && results[i].Code != api.CodeOK:
+				f.end(op, failure(op, results[i].Code, results[i].Message))
+			}
+		}
+		f.c.mu.Unlock()
+		if f.ctx.Err() != nil {
+			f.cancel() // again: the first may have overtaken a request
+			return
+		}
+		select {
+		case <-f.finished:
+			return
+		case <-l.gone:
+		}
+		if err := f.c.again(f.ctx, l.err); err != nil {
+			f.giveUp(err)
+			return
 		}
 	}
-	f.c.mu.Unlock()
-	if f.ctx.Err() != nil {
-		f.cancel() // again: the first may have overtaken a request
+}
+
+// place gives the operations that are to be sent their refs.
+func (f *fetch) place() (*link, []api.Op) {
+	c := f.c
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	f.link, f.ops = c.link, nil
+	select {
+	case <-c.link.gone:
+		return f.link, nil
+	default:
 	}
+	f.ops, f.lost = f.lost, nil
+	for i := range f.ops {
+		c.nextID++
+		f.ops[i].Ref = c.nextID
+		c.refs[c.nextID] = &fetchKey{f, f.ops[i]}
+	}
+	return f.link, f.ops
 }
 
 // end gives an operation its outcome, unless it has one.
 func (f *fetch) end(op api.Op, err error) {
-	if _, ok := f.c.refs[op.Ref]; !ok {
-		return
+	if k, ok := f.c.refs[op.Ref].(*fetchKey); ok && k.f == f {
+		delete(f.c.refs, op.Ref)
+		f.failed(op, err)
 	}
-	delete(f.c.refs, op.Ref)
+}
+
+// giveUp ends what has no connection.
+func (f *fetch) giveUp(err error) {
+	f.c.mu.Lock()
+	defer f.c.mu.Unlock()
+	for _, op := range f.lost {
+		f.failed(op, err)
+	}
+	f.lost = nil
+}
+
+func (f *fetch) failed(op api.Op, err error) {
 	outcome := ec.FetchFailed
 	if f.ctx.Err() != nil {
-		outcome = ec.FetchCanceled
+		outcome, err = ec.FetchCanceled, context.Cause(f.ctx)
 	}
 	f.deliver(FetchResult{Key: op.Key, Outcome: outcome, Reason: err.Error()})
 }
@@ -151,10 +199,12 @@ func (f *fetch) deliver(r FetchResult) {
 	if f.left--; f.left == 0 {
 		f.stop()
 		close(f.results)
+		close(f.finished)
 	}
 }
 
 func (f *fetch) canceled() {
+	f.giveUp(context.Cause(f.ctx))
 	f.c.mu.Lock()
 	for _, op := range f.ops {
 		f.end(op, context.Cause(f.ctx))
@@ -164,29 +214,34 @@ func (f *fetch) canceled() {
 }
 
 func (f *fetch) cancel() {
-	cancels := make([]api.Op, len(f.ops))
-	for i, op := range f.ops {
+	f.c.mu.Lock()
+	l, ops := f.link, f.ops
+	f.c.mu.Unlock()
+	if l == nil {
+		return
+	}
+	cancels := make([]api.Op, len(ops))
+	for i, op := range ops {
 		cancels[i] = api.Op{Kind: api.OpCancel, Ref: op.Ref}
 	}
-	f.c.post(cancels)
+	f.c.post(l, cancels)
 }
 
 // fetchKey is one key of a fetch.
 type fetchKey struct {
-	f   *fetch
-	key string
-	pin bool // the node was asked for one
+	f  *fetch
+	op api.Op
 }
 
 func (k *fetchKey) push(p *api.Push) (took bool) {
 	r := FetchResult{
-		Key: k.key, Outcome: outcomeOf(p.Outcome), Reason: p.Message, Bytes: p.Bytes, Plane: p.Plane,
+		Key: k.op.Key, Outcome: outcomeOf(p.Outcome), Reason: p.Message, Bytes: p.Bytes, Plane: p.Plane,
 		Elapsed: time.Duration(p.ElapsedUS) * time.Microsecond,
 	}
 	if p.Info != nil {
 		r.Spec = p.Info.Spec
 	}
-	if r.Outcome == ec.FetchReady && k.pin {
+	if r.Outcome == ec.FetchReady && k.op.Map {
 		var err error
 		if r.Mapped, err = k.mapped(p); err != nil {
 			r.Outcome, r.Reason = ec.FetchFailed, err.Error()
@@ -200,11 +255,15 @@ func (k *fetchKey) mapped(p *api.Push) (*Mapped, error) {
 	if p.Handle == 0 || p.Info == nil {
 		return nil, fmt.Errorf("%w: it fetches, and does not map what it fetched", ErrUnsupported)
 	}
-	return k.f.c.mapped(p.Handle, *p.Info)
+	return k.f.c.mapped(k.f.link, p.Handle, *p.Info)
 }
 
 func (k *fetchKey) lost(err error) {
-	k.f.deliver(FetchResult{Key: k.key, Outcome: ec.FetchFailed, Reason: err.Error()})
+	if errors.Is(err, ErrDisconnected) {
+		k.f.lost = append(k.f.lost, k.op)
+		return
+	}
+	k.f.failed(k.op, err)
 }
 
 // outcomeOf reads an outcome's name; one of a later node is a failure, which its message explains.
@@ -219,25 +278,13 @@ func outcomeOf(name string) ec.Outcome {
 
 // WaitReady waits until the key is ready, or nobody is filling it any more (ec.ErrMissing).
 func (c *Client) WaitReady(ctx context.Context, key string) error {
-	w := &waiter{pushes: make(chan *api.Push, 1), gone: make(chan error, 1)}
-	p, err := c.wait(ctx, api.Op{Kind: api.OpWait, Key: key}, w)
-	if err != nil {
-		return err
-	}
-	return failure(api.Op{Kind: api.OpWait, Key: key}, p.Code, p.Message)
+	_, err := c.wait(ctx, api.Op{Kind: api.OpWait, Key: key})
+	return err
 }
 
 // List is all entries, in eviction order.
 func (c *Client) List(ctx context.Context) ([]ec.Info, error) {
-	w := &waiter{pushes: make(chan *api.Push, 1), gone: make(chan error, 1)}
-	p, err := c.wait(ctx, api.Op{Kind: api.OpList}, w)
-	if err != nil {
-		return nil, err
-	}
-	if err := failure(api.Op{Kind: api.OpList}, p.Code, p.Message); err != nil {
-		return nil, err
-	}
-	return w.entries, nil
+	return c.wait(ctx, api.Op{Kind: api.OpList})
 }
 
 // waiter takes the pushes of one operation, collects entries, and hands on the last push.
@@ -257,9 +304,23 @@ func (w *waiter) push(p *api.Push) (took bool) {
 
 func (w *waiter) lost(err error) { w.gone <- err }
 
-// wait sends op and waits for its last push.
-func (c *Client) wait(ctx context.Context, op api.Op, w *waiter) (*api.Push, error) {
-	ref, err := c.register(w)
+// wait carries out an operation that answers by pushes, on as many connections as it takes, and gives their entries.
+func (c *Client) wait(ctx context.Context, op api.Op) ([]ec.Info, error) {
+	for {
+		w := &waiter{pushes: make(chan *api.Push, 1), gone: make(chan error, 1)}
+		p, err := c.waitOnce(ctx, op, w)
+		if err == nil {
+			return w.entries, failure(op, p.Code, p.Message)
+		}
+		if err = c.again(ctx, err); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// waitOnce sends op and waits for its last push.
+func (c *Client) waitOnce(ctx context.Context, op api.Op, w *waiter) (*api.Push, error) {
+	l, ref, err := c.register(w)
 	if err != nil {
 		return nil, err
 	}
@@ -268,7 +329,7 @@ func (c *Client) wait(ctx context.Context, op api.Op, w *waiter) (*api.Push, err
 	if err := op.Check(); err != nil {
 		return nil, fmt.Errorf("%s %.64q: %w", op.Kind, op.Key, err)
 	}
-	results, err := c.do(ctx, []api.Op{op})
+	results, err := c.do(ctx, l, []api.Op{op})
 	if err == nil {
 		err = failure(op, results[0].Code, results[0].Message)
 	}
@@ -282,7 +343,7 @@ func (c *Client) wait(ctx context.Context, op api.Op, w *waiter) (*api.Push, err
 		}
 	}
 	if errors.Is(err, ctx.Err()) && c.forget(ref) {
-		c.post([]api.Op{{Kind: api.OpCancel, Ref: ref}})
+		c.post(l, []api.Op{{Kind: api.OpCancel, Ref: ref}})
 	}
 	return nil, err
 }

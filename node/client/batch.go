@@ -2,6 +2,7 @@ package client
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"github.com/tensorferry/tensorferry/ec"
@@ -33,12 +34,12 @@ func ReserveOp(key string, s ec.Spec) Op {
 
 // CommitOp is Reservation.Commit.
 func CommitOp(r *Reservation) Op {
-	return Op{op: api.Op{Kind: api.OpCommit, Key: r.info.Key, Handle: r.handle}, reservation: r}
+	return Op{op: api.Op{Kind: api.OpCommit, Key: r.Key()}, reservation: r}
 }
 
 // DiscardOp is Reservation.Discard.
 func DiscardOp(r *Reservation) Op {
-	return Op{op: api.Op{Kind: api.OpDiscard, Key: r.info.Key, Handle: r.handle}, reservation: r}
+	return Op{op: api.Op{Kind: api.OpDiscard, Key: r.Key()}, reservation: r}
 }
 
 // AnnounceOp is Client.Announce for one key.
@@ -51,7 +52,7 @@ func MapOp(key string) Op { return Op{op: api.Op{Kind: api.OpMap, Key: key}} }
 
 // ReleaseOp is Mapped.Release.
 func ReleaseOp(m *Mapped) Op {
-	return Op{op: api.Op{Kind: api.OpRelease, Key: m.info.Key, Handle: m.handle}, mapped: m}
+	return Op{op: api.Op{Kind: api.OpRelease, Key: m.info.Key}, mapped: m}
 }
 
 // LookupOp is Client.Lookup for one key.
@@ -64,32 +65,101 @@ func RemoveOp(key string) Op { return Op{op: api.Op{Kind: api.OpRemove, Key: key
 func StatsOp() Op { return Op{op: api.Op{Kind: api.OpStats}} }
 
 // Batch carries out ops in order, in one round trip (more only for thousands), and gives one result an operation. One that fails
-// does not stop those behind it. An error means that the connection was lost or ctx ended: then nothing that was reserved or mapped
-// here stays so, and whether the rest was carried out is not known.
+// does not stop those behind it.
+//
+// When the connection is lost under it, the batch is carried out again on the next one, as if it had not been before: what was
+// reserved or mapped the first time is free again, what was committed or released stays so. Only a Hold can be taken twice, which
+// ends with its lease. An error means that no connection came in time (ErrDisconnected), the client is over (ErrClosed) or ctx
+// ended: then nothing that was reserved or mapped here stays so, and whether the rest was carried out is not known.
 func (c *Client) Batch(ctx context.Context, ops ...Op) ([]OpResult, error) {
-	results := make([]OpResult, len(ops))
-	send := make([]api.Op, 0, len(ops))
-	index := make([]int, 0, len(ops))
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
+	b := &batch{ops: ops, results: make([]OpResult, len(ops))}
 	for i := range ops {
 		if err := ops[i].begin(); err != nil {
-			results[i].Err = err
+			b.results[i].Err = err
+		} else {
+			b.todo = append(b.todo, i)
+		}
+	}
+	defer b.over(c)
+	if len(b.todo) == 0 {
+		return b.results, nil
+	}
+	for n := 0; ; n++ {
+		l, send, index := b.prepare(c, n > 0)
+		got, err := c.do(ctx, l, send)
+		if err == nil {
+			for j := range got {
+				c.finish(l, &b.results[index[j]], send[j], &got[j], n > 0)
+			}
+			return b.results, nil
+		}
+		if !errors.Is(err, ErrDisconnected) {
+			c.post(l, ends(send))
+			return nil, err
+		}
+		if err := c.again(ctx, err); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// batch is one call of Batch.
+type batch struct {
+	ops     []Op
+	results []OpResult
+	todo    []int // those that the node is asked for
+}
+
+// prepare gives the operations as the current connection understands them, and their places in the batch. What has its result by the
+// restatement is left out.
+func (b *batch) prepare(c *Client, again bool) (l *link, send []api.Op, index []int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	l = c.link
+	for _, i := range b.todo {
+		o := &b.ops[i]
+		op := o.op
+		var on *link
+		switch {
+		case o.reservation != nil:
+			on, op.Handle = o.reservation.link, o.reservation.handle
+		case o.mapped != nil:
+			on, op.Handle = o.mapped.link, o.mapped.handle
+		default:
+			send, index = append(send, op), append(index, i)
 			continue
 		}
-		send, index = append(send, ops[i].op), append(index, i)
+		if on == l {
+			send, index = append(send, op), append(index, i)
+			continue
+		}
+		r := &b.results[i]
+		r.Err = fmt.Errorf("%s %q: %w: the node that had it is gone, and the one now does not know it", op.Kind, op.Key, ec.ErrStale)
+		switch {
+		case op.Kind == api.OpRelease, op.Kind == api.OpDiscard && again && !o.reservation.committed:
+			r.Err = nil // it is over, as was wanted
+		case op.Kind == api.OpCommit && o.reservation.committed:
+			r.Err, r.Info = nil, o.reservation.info
+		}
 	}
-	got, err := c.do(ctx, send)
-	if err != nil {
-		c.post(ends(send))
-		return nil, err
+	return l, send, index
+}
+
+// over takes what the batch has ended off the list of what is restated.
+func (b *batch) over(c *Client) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, i := range b.todo {
+		if r := b.ops[i].reservation; r != nil {
+			delete(c.filled, r)
+		}
+		if m := b.ops[i].mapped; m != nil {
+			delete(c.pinned, m)
+		}
 	}
-	for j := range got {
-		i := index[j]
-		c.finish(&results[i], send[j], &got[j])
-	}
-	return results, nil
 }
 
 // ends are the operations that make sure, after a batch of which nothing is known, that what it was to end is over. Where it is over
@@ -109,8 +179,10 @@ func ends(ops []api.Op) []api.Op {
 
 // begin checks an operation, and uses up the reservation or pin that it ends, so that none is ended twice.
 func (o *Op) begin() error {
-	if err := o.op.Check(); err != nil {
-		return fmt.Errorf("%s %.64q: %w", o.op.Kind, o.op.Key, err)
+	if o.reservation == nil && o.mapped == nil { // those have a handle, by the time it is sent
+		if err := o.op.Check(); err != nil {
+			return fmt.Errorf("%s %.64q: %w", o.op.Kind, o.op.Key, err)
+		}
 	}
 	over := o.reservation != nil && o.reservation.over.Swap(true) || o.mapped != nil && o.mapped.over.Swap(true)
 	if over {
@@ -120,7 +192,10 @@ func (o *Op) begin() error {
 }
 
 // finish turns what came over the wire into a result.
-func (c *Client) finish(r *OpResult, op api.Op, got *api.Result) {
+func (c *Client) finish(l *link, r *OpResult, op api.Op, got *api.Result, again bool) {
+	if again && op.Kind == api.OpRemove && got.Code == api.CodeMissing {
+		return // the first time has removed it
+	}
 	if r.Err = failure(op, got.Code, got.Message); r.Err != nil {
 		return
 	}
@@ -132,53 +207,68 @@ func (c *Client) finish(r *OpResult, op api.Op, got *api.Result) {
 	}
 	switch op.Kind {
 	case api.OpReserve:
-		buffers, err := c.buffers(r.Info)
-		if err != nil {
-			r.Err = err
-			c.post([]api.Op{{Kind: api.OpDiscard, Handle: got.Handle}})
-			return
+		if r.Reservation, r.Err = c.reserved(l, got.Handle, r.Info); r.Err != nil {
+			c.post(l, []api.Op{{Kind: api.OpDiscard, Handle: got.Handle}})
 		}
-		r.Reservation = &Reservation{c: c, handle: got.Handle, info: r.Info, buffers: buffers}
 	case api.OpMap:
-		if r.Mapped, r.Err = c.mapped(got.Handle, r.Info); r.Err != nil {
-			c.post([]api.Op{{Kind: api.OpRelease, Handle: got.Handle}})
+		c.mu.Lock()
+		r.Mapped, r.Err = c.mapped(l, got.Handle, r.Info)
+		c.mu.Unlock()
+		if r.Err != nil {
+			c.post(l, []api.Op{{Kind: api.OpRelease, Handle: got.Handle}})
 		}
 	case api.OpAnnounce:
 		r.Announcement, r.Err = api.DecodeEntry(op.Key, got.Entry)
 	}
 }
 
-// mapped is what came with a pin. On an error the pin is the caller's to release.
-func (c *Client) mapped(handle uint64, i ec.Info) (*Mapped, error) {
-	buffers, err := c.buffers(i)
+func (c *Client) reserved(l *link, handle uint64, i ec.Info) (*Reservation, error) {
+	_, buffers, err := c.buffers(l, i)
 	if err != nil {
 		return nil, err
 	}
-	return &Mapped{c: c, handle: handle, info: i, buffers: buffers}, nil
+	r := &Reservation{c: c, key: i.Key, buffers: buffers, link: l, handle: handle, info: i}
+	c.mu.Lock()
+	c.filled[r] = struct{}{}
+	c.mu.Unlock()
+	return r, nil
 }
 
-// buffers are an entry's bytes in the mapping. The node is trusted but checked: a bad extent is an error, not a fault.
-func (c *Client) buffers(i ec.Info) ([][]byte, error) {
+// mapped is what came with a pin. On an error the pin is the caller's to release. Called with the lock held.
+func (c *Client) mapped(l *link, handle uint64, i ec.Info) (*Mapped, error) {
+	m, buffers, err := c.buffers(l, i)
+	if err != nil {
+		return nil, err
+	}
+	p := &Mapped{c: c, mapping: m, info: i, buffers: buffers, link: l, handle: handle}
+	c.pinned[p] = struct{}{}
+	return p, nil
+}
+
+// buffers are an entry's bytes in the mapping of a connection. The node is trusted but checked: a bad extent is an error, not a fault.
+func (c *Client) buffers(l *link, i ec.Info) (*mapping, [][]byte, error) {
 	c.memory.RLock()
 	defer c.memory.RUnlock()
-	if c.bytes == nil {
-		return nil, ErrClosed
+	m := l.mapping
+	if c.mapping == nil {
+		return nil, nil, ErrClosed
 	}
-	left, block := i.Spec.Bytes, c.pool.BlockBytes
+	g := m.Geometry()
+	left := i.Spec.Bytes
 	out := make([][]byte, 0, len(i.Extents))
 	for _, e := range i.Extents {
-		start, end := int64(e.Start)*block, (int64(e.Start)+int64(e.Count))*block
-		if end > int64(len(c.bytes)) || left <= 0 {
-			return nil, fmt.Errorf("%w: extents %v do not fit %d bytes in a pool of %d blocks", ErrProtocol, i.Extents, i.Spec.Bytes, c.pool.Blocks)
+		start, end := int64(e.Start)*g.BlockBytes, (int64(e.Start)+int64(e.Count))*g.BlockBytes
+		if end > int64(len(m.bytes)) || left <= 0 {
+			return nil, nil, fmt.Errorf("%w: extents %v do not fit %d bytes in a pool of %d blocks", ErrProtocol, i.Extents, i.Spec.Bytes, g.Blocks)
 		}
 		n := min(end-start, left)
-		out = append(out, c.bytes[start:start+n:start+n])
+		out = append(out, m.bytes[start:start+n:start+n])
 		left -= n
 	}
 	if left != 0 {
-		return nil, fmt.Errorf("%w: extents %v do not fit %d bytes", ErrProtocol, i.Extents, i.Spec.Bytes)
+		return nil, nil, fmt.Errorf("%w: extents %v do not fit %d bytes", ErrProtocol, i.Extents, i.Spec.Bytes)
 	}
-	return out, nil
+	return m, out, nil
 }
 
 // one is a batch of one.

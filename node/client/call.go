@@ -4,54 +4,55 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 
 	"github.com/tensorferry/tensorferry/node/internal/api"
 )
 
-// read is the one goroutine that receives.
-func (c *Client) read() {
-	defer c.reader.Done()
+// read receives until the connection is lost, and says why it is.
+func (c *Client) read(l *link) error {
 	for {
-		m, err := c.conn.Receive()
+		m, err := l.conn.Receive()
 		if err != nil {
-			if errors.Is(err, io.EOF) {
-				err = errors.New("the node closed it")
-			}
-			c.lose(fmt.Errorf("%w: %w", ErrClosed, err))
-			return
+			return err
 		}
 		switch m := m.(type) {
 		case *api.Reply:
-			c.replied(m)
+			err = c.replied(l, m)
 		case *api.Push:
-			c.pushed(m)
+			c.pushed(l, m)
 		case *api.Refused:
-			c.lose(fmt.Errorf("%w: %w", ErrClosed, &api.Error{Code: m.Code, Message: m.Message}))
-			return
+			err = &api.Error{Code: m.Code, Message: m.Message}
 		default:
-			c.lose(fmt.Errorf("%w: %w: a %T from the node", ErrClosed, ErrProtocol, m))
-			return
+			err = fmt.Errorf("%w: a %T from the node", ErrProtocol, m)
+		}
+		if err != nil {
+			return err
 		}
 	}
 }
 
-func (c *Client) replied(m *api.Reply) {
+func (c *Client) replied(l *link, m *api.Reply) error {
 	c.mu.Lock()
 	call := c.calls[m.ID]
 	delete(c.calls, m.ID)
 	c.mu.Unlock()
+	select {
+	case <-l.gone: // with what it was owed
+		return l.err
+	default:
+	}
 	switch {
 	case call == nil || len(call.ops) != len(m.Results):
-		c.lose(fmt.Errorf("%w: %w: reply %d of %d results fits no request", ErrClosed, ErrProtocol, m.ID, len(m.Results)))
+		return fmt.Errorf("%w: reply %d of %d results fits no request", ErrProtocol, m.ID, len(m.Results))
 	case call.abandoned:
-		c.giveBack(call.ops, m.Results)
+		c.giveBack(l, call.ops, m.Results)
 	case call.reply != nil:
 		call.reply <- m.Results
 	}
+	return nil
 }
 
-func (c *Client) pushed(m *api.Push) {
+func (c *Client) pushed(l *link, m *api.Push) {
 	c.mu.Lock()
 	p := c.refs[m.Ref] // nil: canceled here while this was on its way
 	if m.Last {
@@ -60,12 +61,12 @@ func (c *Client) pushed(m *api.Push) {
 	took := p != nil && p.push(m)
 	c.mu.Unlock()
 	if m.Handle != 0 && !took {
-		c.post([]api.Op{{Kind: api.OpRelease, Handle: m.Handle}})
+		c.post(l, []api.Op{{Kind: api.OpRelease, Handle: m.Handle}})
 	}
 }
 
 // giveBack undoes what operations were granted that nobody waits for any more.
-func (c *Client) giveBack(ops []api.Op, results []api.Result) {
+func (c *Client) giveBack(l *link, ops []api.Op, results []api.Result) {
 	var undo []api.Op
 	for i, r := range results {
 		if r.Code != api.CodeOK {
@@ -78,33 +79,52 @@ func (c *Client) giveBack(ops []api.Op, results []api.Result) {
 			undo = append(undo, api.Op{Kind: api.OpRelease, Handle: r.Handle})
 		}
 	}
-	c.post(undo)
+	c.post(l, undo)
 }
 
-// post sends operations whose results nobody needs.
-func (c *Client) post(ops []api.Op) {
+// post sends operations whose results nobody needs, if the connection still is. They are of handles and refs of that connection.
+func (c *Client) post(l *link, ops []api.Op) {
 	for len(ops) > 0 {
 		n := chunk(ops)
-		_, _ = c.send(ops[:n], nil)
+		_, _ = c.send(l, ops[:n], nil)
 		ops = ops[n:]
 	}
 }
 
+// current is the connection to use now. It may be lost already: then sending says so.
+func (c *Client) current() *link {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.link
+}
+
 // send makes one request of ops. reply gets its results, unless the connection is lost.
-func (c *Client) send(ops []api.Op, reply chan []api.Result) (id uint64, err error) {
+func (c *Client) send(l *link, ops []api.Op, reply chan []api.Result) (id uint64, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.err != nil {
 		return 0, c.err
 	}
+	select {
+	case <-l.gone:
+		return 0, l.err
+	default:
+	}
 	c.nextID++
 	id = c.nextID
 	// Sending never waits, so the lock may stay; it keeps the request ahead of a reply to it.
-	if err := c.conn.Send(&api.Request{ID: id, Ops: ops}, api.MaxRequestFrame); err != nil {
-		if errors.Is(err, api.ErrLimit) {
+	if err := l.conn.Send(&api.Request{ID: id, Ops: ops}, api.MaxRequestFrame); err != nil {
+		switch {
+		case errors.Is(err, api.ErrLimit):
 			return 0, err
+		case c.o.Once:
+			return 0, fmt.Errorf("%w: %w", ErrClosed, err)
 		}
-		return 0, fmt.Errorf("%w: %w", ErrClosed, err)
+		err = fmt.Errorf("%w: %w", ErrDisconnected, err)
+		if l == c.link {
+			c.lose(err) // the reader, which connects again, learns of it by itself
+		}
+		return 0, err
 	}
 	c.calls[id] = &call{ops: ops, reply: reply}
 	return id, nil
@@ -112,12 +132,12 @@ func (c *Client) send(ops []api.Op, reply chan []api.Result) (id uint64, err err
 
 // roundTrip sends ops, which must fit one frame, and waits for their results. If ctx ends first, what they are granted later is
 // given back.
-func (c *Client) roundTrip(ctx context.Context, ops []api.Op) ([]api.Result, error) {
+func (c *Client) roundTrip(ctx context.Context, l *link, ops []api.Op) ([]api.Result, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
 	reply := make(chan []api.Result, 1)
-	id, err := c.send(ops, reply)
+	id, err := c.send(l, ops, reply)
 	if err != nil {
 		return nil, err
 	}
@@ -134,27 +154,27 @@ func (c *Client) roundTrip(ctx context.Context, ops []api.Op) ([]api.Result, err
 		if call != nil {
 			return nil, ctx.Err()
 		}
-	case <-c.done:
+	case <-l.gone:
 	}
 	// The reply has come all the same, or the connection was lost.
 	select {
 	case r := <-reply:
 		return r, nil
-	case <-c.done:
-		return nil, c.Err()
+	case <-l.gone:
+		return nil, l.err
 	}
 }
 
 const maxChunk = 4 << 20 // bytes of operations that one request carries, far below the frame's limit
 
-// do carries out any number of operations, in as many requests as they need.
-func (c *Client) do(ctx context.Context, ops []api.Op) ([]api.Result, error) {
+// do carries out any number of operations on one connection, in as many requests as they need.
+func (c *Client) do(ctx context.Context, l *link, ops []api.Op) ([]api.Result, error) {
 	var all []api.Result
 	for rest := ops; len(rest) > 0; {
 		n := chunk(rest)
-		r, err := c.roundTrip(ctx, rest[:n])
+		r, err := c.roundTrip(ctx, l, rest[:n])
 		if err != nil {
-			c.giveBack(ops[:len(all)], all)
+			c.giveBack(l, ops[:len(all)], all)
 			return nil, err
 		}
 		if all == nil && n == len(ops) {
@@ -179,16 +199,21 @@ func chunk(ops []api.Op) int {
 	return len(ops)
 }
 
-// register claims a ref for an operation that is about to be sent.
-func (c *Client) register(p pushee) (ref uint64, err error) {
+// register claims a ref for an operation that is about to be sent on the connection that it gives.
+func (c *Client) register(p pushee) (l *link, ref uint64, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.err != nil {
-		return 0, c.err
+		return nil, 0, c.err
+	}
+	select {
+	case <-c.link.gone:
+		return nil, 0, c.link.err
+	default:
 	}
 	c.nextID++
 	c.refs[c.nextID] = p
-	return c.nextID, nil
+	return c.link, c.nextID, nil
 }
 
 // forget lets go of a ref; true if it was still there, so that no push of it is delivered any more.

@@ -1,11 +1,13 @@
 // Package client is the Go client of a node's engine API (docs/engine-api.md): what an engine on the node's machine uses to save,
 // announce, fetch and map encodings.
 //
-// A Client is one connection. The node treats its end, however it comes, as the death of the engine: reservations are
-// discarded, pins released. Methods are safe for concurrent use; each takes one round trip, and Batch takes one for a whole step.
+// A Client is one connection at a time. When that is lost the client connects again by itself, says so once, and restates what it
+// has: Reservations and Mapped go on working, calls under way are repeated, and calls that begin meanwhile wait for a while
+// (Options.Wait). So a node that is restarted costs its engines a pause. Methods are safe for concurrent use; each takes one round
+// trip, and Batch takes one for a whole step.
 //
-// Buffers of reservations and of mapped entries are slices of the pool itself: nothing is copied. They stay valid when the
-// connection is lost, and until Close. After Close the memory is unmapped: touching such a slice is a fault that ends the program,
+// Buffers of reservations and of mapped entries are slices of the pool itself: nothing is copied. They stay mapped when the
+// connection is lost, and until Close; Mapped.Valid tells if they still hold the entry. After Close the memory is unmapped: touching such a slice is a fault that ends the program,
 // never a silent write into memory that by then is another's.
 package client
 
@@ -13,10 +15,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"os"
 	"sync"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/tensorferry/tensorferry/node/internal/api"
 	"github.com/tensorferry/tensorferry/region"
@@ -24,7 +29,7 @@ import (
 
 // Errors of a connection. Errors about a key wrap those of package ec.
 var (
-	ErrClosed      = api.ErrClosed      // the connection is over: Close was called, or the node has gone
+	ErrClosed      = api.ErrClosed      // over: Close was called, or the node refuses this client for good
 	ErrProtocol    = api.ErrMalformed   // the other end does not speak the engine API
 	ErrVersion     = api.ErrVersion     // no protocol version in common
 	ErrNoPool      = api.ErrNoPool      // no such pool, or several and none named
@@ -33,6 +38,10 @@ var (
 	ErrBadRequest  = api.ErrBadRequest  // a field is missing or impossible
 	ErrUnsupported = api.ErrUnsupported // an older node, which does not know the operation
 	ErrClosing     = api.ErrClosing     // the node is ending
+
+	// ErrDisconnected means that there is no connection now and the client is making one: try again later. Of a call that ends so
+	// it is not known whether it was carried out; what it had reserved or mapped is given back.
+	ErrDisconnected = errors.New("engine api: connection lost, connecting again")
 )
 
 // Error is an outcome that came from the node: operation, key, code, the node's text. errors.Is sees the sentinel behind the code.
@@ -41,12 +50,22 @@ type Error = api.Error
 const (
 	handshakeTimeout = 10 * time.Second // of Dial, where its context has no earlier deadline
 	backlogBytes     = 64 << 20         // requests that may wait for the node to read
+
+	// DefaultWait is Options.Wait where none is given: a node's restart without the verification of a large pool.
+	DefaultWait = 5 * time.Second
 )
 
 // Options of Dial.
 type Options struct {
 	Name string // shows in logs and lists
 	Pool string // compatibility hash of the pool wanted; "" if the node has just one
+
+	// Once makes the client one connection: its loss is the end, as Close is.
+	Once bool
+	// Wait is how long a call waits for a lost connection to come back before it ends with ErrDisconnected; 0: DefaultWait,
+	// negative: not at all.
+	Wait time.Duration
+	Log  *slog.Logger // nil: slog.Default()
 }
 
 // Pool describes the pool that the connection uses.
@@ -65,25 +84,50 @@ type Pool struct {
 	Generation  int
 }
 
-// Client is a connection to a node.
+// Client is an engine's end of the connections to its node.
 type Client struct {
-	conn    *api.Conn
-	pool    Pool
-	mapping *region.Mapping
+	socket string
+	o      Options
+	ctx    context.Context // ends what connects again
+	cancel context.CancelFunc
 
-	// memory is held for reading while a method of the client itself touches the mapping, and for writing to unmap it.
+	// memory is held for reading while a method of the client itself touches a mapping, and for writing to change or unmap one.
 	memory   sync.RWMutex
-	bytes    []byte // the pool; nil once unmapped
+	mapping  *mapping   // of the pool as it is now; nil once unmapped
+	earlier  []*mapping // of files that the node has given up; Mapped and Reservations may still be in them
 	closing  sync.Once
 	closeErr error
 
 	mu     sync.Mutex
+	pool   Pool
+	token  []byte
+	link   *link         // the connection, or the last one
+	up     chan struct{} // closed when link has a successor
 	nextID uint64
 	calls  map[uint64]*call  // requests without a reply
 	refs   map[uint64]pushee // operations that answer by pushes
-	err    error             // set before done is closed
+	filled map[*Reservation]struct{}
+	pinned map[*Mapped]struct{}
+	err    error // set before done is closed
 	done   chan struct{}
 	reader sync.WaitGroup
+}
+
+// link is one connection. What was given on it means nothing on another.
+type link struct {
+	conn    *api.Conn
+	mapping *mapping      // of the pool that it speaks of
+	gone    chan struct{} // closed when it is lost
+	err     error         // why; set before gone is closed
+}
+
+// mapping is a mapped pool file.
+type mapping struct {
+	*region.Mapping
+	bytes []byte
+	table *region.SlotTable
+	dev   uint64
+	ino   uint64
 }
 
 // call is a request that waits for its reply.
@@ -115,34 +159,65 @@ func Dial(ctx context.Context, socket string, o Options) (*Client, error) {
 }
 
 func dial(ctx context.Context, socket string, o Options) (*Client, error) {
+	if o.Wait == 0 {
+		o.Wait = DefaultWait
+	}
+	if o.Log == nil {
+		o.Log = slog.Default()
+	}
+	conn, welcome, file, err := connect(ctx, socket, &api.Hello{Name: o.Name, Pool: o.Pool})
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = file.Close() }()
+	m, err := mapPool(welcome, file, nil)
+	if err != nil {
+		_ = conn.Close()
+		return nil, err
+	}
+	c := &Client{
+		socket:  socket,
+		o:       o,
+		mapping: m,
+		link:    &link{conn: conn, mapping: m, gone: make(chan struct{})},
+		up:      make(chan struct{}),
+		calls:   make(map[uint64]*call),
+		refs:    make(map[uint64]pushee),
+		filled:  make(map[*Reservation]struct{}),
+		pinned:  make(map[*Mapped]struct{}),
+		done:    make(chan struct{}),
+	}
+	c.ctx, c.cancel = context.WithCancel(context.Background())
+	c.welcomed(welcome)
+	c.reader.Go(func() { c.run(c.link) })
+	return c, nil
+}
+
+// connect makes a connection up to the welcome. The file is the caller's to close.
+func connect(ctx context.Context, socket string, hello *api.Hello) (*api.Conn, *api.Welcome, *os.File, error) {
 	var d net.Dialer
 	nc, err := d.DialContext(ctx, "unix", socket)
 	if err != nil {
-		return nil, err
+		return nil, nil, nil, err
 	}
 	sock := nc.(*net.UnixConn)
 	conn, err := api.NewConn(sock, api.ConnOptions{InLimit: api.MaxReplyFrame, Backlog: backlogBytes})
 	if err != nil {
 		_ = sock.Close()
-		return nil, err
+		return nil, nil, nil, err
 	}
-	welcome, file, err := handshake(ctx, sock, conn, o)
-	if file != nil {
-		defer func() { _ = file.Close() }()
-	}
+	welcome, file, err := handshake(ctx, sock, conn, hello)
 	if err != nil {
+		if file != nil {
+			_ = file.Close()
+		}
 		_ = conn.Close()
-		return nil, err
+		return nil, nil, nil, err
 	}
-	c, err := newClient(conn, welcome, file)
-	if err != nil {
-		_ = conn.Close()
-		return nil, err
-	}
-	return c, nil
+	return conn, welcome, file, nil
 }
 
-func handshake(ctx context.Context, sock *net.UnixConn, conn *api.Conn, o Options) (*api.Welcome, *os.File, error) {
+func handshake(ctx context.Context, sock *net.UnixConn, conn *api.Conn, hello *api.Hello) (*api.Welcome, *os.File, error) {
 	// The pool of another user could be cut short under our feet.
 	peer, err := api.PeerOf(sock, false)
 	if err != nil {
@@ -154,7 +229,7 @@ func handshake(ctx context.Context, sock *net.UnixConn, conn *api.Conn, o Option
 
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetReceiveDeadline(time.Unix(1, 0)) })
 	defer stop()
-	hello := &api.Hello{Version: api.Version, MinVersion: api.MinVersion, Name: o.Name, Pool: o.Pool}
+	hello.Version, hello.MinVersion = api.Version, api.MinVersion
 	// An error here can be that the node has refused us and closed: its last frame says why.
 	sendErr := conn.Send(hello, api.MaxRequestFrame)
 	m, file, err := conn.ReceiveWithFile()
@@ -176,65 +251,90 @@ func handshake(ctx context.Context, sock *net.UnixConn, conn *api.Conn, o Option
 	return nil, file, fmt.Errorf("%w: a %T where the welcome belongs", ErrProtocol, m)
 }
 
-func newClient(conn *api.Conn, w *api.Welcome, file *os.File) (*Client, error) {
-	mapping, err := region.Attach(file, true)
-	if err != nil {
+// mapPool maps the pool's file, unless it is the one that is mapped already.
+func mapPool(w *api.Welcome, file *os.File, have *mapping) (*mapping, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(file.Fd()), &st); err != nil {
 		return nil, err
 	}
-	if g := mapping.Geometry(); g.BlockBytes != w.Pool.BlockBytes || g.Blocks != w.Pool.Blocks {
-		_ = mapping.Close()
+	m := have
+	if have == nil || have.dev != uint64(st.Dev) || have.ino != st.Ino {
+		attached, err := region.Attach(file, true)
+		if err != nil {
+			return nil, err
+		}
+		m = &mapping{Mapping: attached, bytes: attached.Pool(), table: attached.Slots(), dev: uint64(st.Dev), ino: st.Ino}
+	}
+	if g := m.Geometry(); g.BlockBytes != w.Pool.BlockBytes || g.Blocks != w.Pool.Blocks {
+		if m != have {
+			_ = m.Close()
+		}
 		return nil, fmt.Errorf("%w: the node speaks of %d blocks of %d bytes, the file has %d of %d",
 			ErrProtocol, w.Pool.Blocks, w.Pool.BlockBytes, g.Blocks, g.BlockBytes)
 	}
-	c := &Client{
-		conn:    conn,
-		mapping: mapping,
-		bytes:   mapping.Pool(),
-		pool: Pool{
-			Group: w.Pool.Group, Model: w.Pool.Model, Dtype: w.Pool.Dtype, VLLMVersion: w.Pool.VLLMVersion,
-			BlockBytes: w.Pool.BlockBytes, Blocks: w.Pool.Blocks, Region: w.Pool.Region,
-			Node: w.Node, Epoch: w.Epoch, PeerHost: w.PeerHost, PeerPort: w.PeerPort, Generation: w.Generation,
-		},
-		calls: make(map[uint64]*call),
-		refs:  make(map[uint64]pushee),
-		done:  make(chan struct{}),
-	}
-	c.reader.Add(1)
-	go c.read()
-	return c, nil
+	return m, nil
 }
 
-// Pool describes the pool of this connection.
-func (c *Client) Pool() Pool { return c.pool }
+// welcomed takes in what a welcome says. Called with the lock held, but for the first.
+func (c *Client) welcomed(w *api.Welcome) {
+	c.token = w.Token
+	c.pool = Pool{
+		Group: w.Pool.Group, Model: w.Pool.Model, Dtype: w.Pool.Dtype, VLLMVersion: w.Pool.VLLMVersion,
+		BlockBytes: w.Pool.BlockBytes, Blocks: w.Pool.Blocks, Region: w.Pool.Region,
+		Node: w.Node, Epoch: w.Epoch, PeerHost: w.PeerHost, PeerPort: w.PeerPort, Generation: w.Generation,
+	}
+}
 
-// Done is closed when the connection is lost or closed; Err says why.
+// Pool describes the pool, as of the last connection: Epoch changes when the node is restarted.
+func (c *Client) Pool() Pool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.pool
+}
+
+// Done is closed when the client is over: by Close, or because the node refuses it for good, or with Options.Once by the loss of
+// the connection. Err says why.
 func (c *Client) Done() <-chan struct{} { return c.done }
 
-// Err is nil while the connection lives, then an error that wraps ErrClosed.
+// Err is nil while there is a connection, wraps ErrDisconnected while one is being made, and ErrClosed once the client is over.
 func (c *Client) Err() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.err
+	if c.err != nil {
+		return c.err
+	}
+	select {
+	case <-c.link.gone:
+		return c.link.err
+	default:
+		return nil
+	}
 }
 
-// Close ends the connection; what was reserved is discarded, what was mapped is released. The pool is unmapped first: no slice of
-// it may be touched any more. It waits for Puts that are copying. Idempotent.
+// Close ends it; what was reserved is discarded, what was mapped is released. The pool is unmapped first: no slice of it may be
+// touched any more. It waits for Puts that are copying. Idempotent.
 func (c *Client) Close() error {
 	c.closing.Do(func() {
 		c.memory.Lock()
-		c.bytes = nil
-		c.closeErr = c.mapping.Close()
+		maps := append(c.earlier, c.mapping)
+		c.mapping, c.earlier = nil, nil
+		for _, m := range maps {
+			c.closeErr = errors.Join(c.closeErr, m.Close())
+		}
 		c.memory.Unlock()
+		c.cancel()
 		// Best effort: without it the node keeps what was reserved here out of use until this process ends.
-		_ = c.conn.Send(&api.Bye{}, api.MaxRequestFrame)
-		c.lose(ErrClosed)
+		c.mu.Lock()
+		_ = c.link.conn.Send(&api.Bye{}, api.MaxRequestFrame)
+		c.mu.Unlock()
+		c.end(ErrClosed)
 		c.reader.Wait()
 	})
 	return c.closeErr
 }
 
-// lose ends the connection once: every call and every ref learns of it.
-func (c *Client) lose(err error) {
+// end makes the client over, once: every call and every ref learns of it.
+func (c *Client) end(err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.err != nil {
@@ -242,10 +342,23 @@ func (c *Client) lose(err error) {
 	}
 	c.err = err
 	close(c.done)
-	_ = c.conn.Close()
+	c.lose(err)
+}
+
+// lose ends the connection: its calls and refs learn of it. Called with the lock held.
+func (c *Client) lose(err error) {
+	l := c.link
+	select {
+	case <-l.gone:
+		return
+	default:
+	}
+	l.err = err
+	close(l.gone)
+	_ = l.conn.Close()
+	clear(c.calls)
 	for ref, p := range c.refs {
 		delete(c.refs, ref)
 		p.lost(err)
 	}
-	clear(c.calls)
 }

@@ -95,7 +95,7 @@ func (f *fakeNode) dial() *Client {
 	f.t.Helper()
 	greeted := make(chan error, 1)
 	go func() { greeted <- f.greet() }()
-	c, err := Dial(testContext(f.t), f.path, Options{Name: "test"})
+	c, err := Dial(testContext(f.t), f.path, Options{Name: "test", Once: true})
 	if err := errors.Join(err, <-greeted); err != nil {
 		f.t.Fatal(err)
 	}
@@ -327,7 +327,7 @@ func TestCloseSaysByeAfterThePoolIsUnmapped(t *testing.T) {
 	} else if _, ok := m.(*api.Bye); !ok {
 		t.Errorf("%+v", m)
 	}
-	if c.bytes != nil {
+	if c.mapping != nil {
 		t.Error("still mapped")
 	}
 	if err := c.Err(); !errors.Is(err, ErrClosed) {

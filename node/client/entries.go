@@ -20,21 +20,27 @@ func (c *Client) Reserve(ctx context.Context, key string, s ec.Spec) (*Reservati
 // Reservation is an extent of the mapped pool to fill. One goroutine uses it at a time.
 type Reservation struct {
 	c       *Client
-	handle  uint64
-	info    ec.Info
+	key     string
 	buffers [][]byte
 	over    atomic.Bool
+
+	// Under Client.mu.
+	link      *link // that handle is of; nil: the node does not know it any more
+	handle    uint64
+	info      ec.Info
+	committed bool // by a node that was gone before it said so
 }
 
 // Key is what was reserved.
-func (r *Reservation) Key() string { return r.info.Key }
+func (r *Reservation) Key() string { return r.key }
 
 // Buffers are the entry's bytes in the pool, one slice an extent, Spec.Bytes in all. They may be written until Commit or Discard
 // is called.
 func (r *Reservation) Buffers() [][]byte { return r.buffers }
 
-// Commit makes the entry ready: all bytes must be in place, and none is written after the call. ec.ErrStale if it is over already.
-// If ctx ends during the call, the entry is committed or, if the connection is lost, discarded.
+// Commit makes the entry ready: all bytes must be in place, and none is written after the call. ec.ErrStale if it is over already,
+// or the node was gone for so long that others could have the key. If ctx ends during the call, the entry is committed or, if the
+// connection is lost, discarded.
 func (r *Reservation) Commit(ctx context.Context) error {
 	_, err := r.c.one(ctx, CommitOp(r))
 	return err
@@ -44,6 +50,21 @@ func (r *Reservation) Commit(ctx context.Context) error {
 func (r *Reservation) Discard(ctx context.Context) error {
 	_, err := r.c.one(ctx, DiscardOp(r))
 	return err
+}
+
+// drop is Discard without waiting for the node.
+func (r *Reservation) drop() {
+	if r.over.Swap(true) {
+		return
+	}
+	c := r.c
+	c.mu.Lock()
+	delete(c.filled, r)
+	l, handle := r.link, r.handle
+	c.mu.Unlock()
+	if l != nil {
+		c.post(l, []api.Op{{Kind: api.OpDiscard, Key: r.key, Handle: handle}})
+	}
 }
 
 // Put is Reserve, copy, Commit. Putting a key that is held with the same spec is no error (held is true).
@@ -62,7 +83,7 @@ func (c *Client) Put(ctx context.Context, key string, s ec.Spec, data []byte) (h
 		return false, fmt.Errorf("put %q: %w", key, err)
 	}
 	if err := ctx.Err(); err != nil {
-		c.post([]api.Op{{Kind: api.OpDiscard, Handle: r.handle}})
+		r.drop()
 		return false, err
 	}
 	return false, r.Commit(ctx)
@@ -72,7 +93,7 @@ func (c *Client) Put(ctx context.Context, key string, s ec.Spec, data []byte) (h
 func (c *Client) fill(r *Reservation, data []byte) error {
 	c.memory.RLock()
 	defer c.memory.RUnlock()
-	if c.bytes == nil {
+	if c.mapping == nil {
 		return ErrClosed
 	}
 	for _, b := range r.buffers {
@@ -118,10 +139,14 @@ func (c *Client) Map(ctx context.Context, key string) (*Mapped, error) {
 // Mapped is a pinned entry. Read only: the pool is shared by all engines of the machine.
 type Mapped struct {
 	c       *Client
-	handle  uint64
+	mapping *mapping
 	info    ec.Info
 	buffers [][]byte
 	over    atomic.Bool
+
+	// Under Client.mu.
+	link   *link // that handle is of; nil: no node knows the pin
+	handle uint64
 }
 
 // Spec says what the entry holds.
@@ -133,10 +158,35 @@ func (m *Mapped) Info() ec.Info { return m.info }
 // Buffers are the entry's bytes, one slice an extent, Spec.Bytes in all. They stay as they are until Release.
 func (m *Mapped) Buffers() [][]byte { return m.buffers }
 
+// Valid is nil if the buffers hold the entry now, as they do until Release unless a node was gone for good: restarted without its
+// region, or so late that the pin could not be restated. Called after the bytes were copied or used, it vouches for the copy. It
+// reads the slot in place and asks nobody. ec.ErrStale, ErrClosed.
+func (m *Mapped) Valid() error {
+	m.c.memory.RLock()
+	defer m.c.memory.RUnlock()
+	switch {
+	case m.c.mapping == nil:
+		return ErrClosed
+	case m.over.Load():
+		return fmt.Errorf("%q: %w: released", m.info.Key, ec.ErrStale)
+	case !m.mapping.table.Check(m.info.Slot, m.info.Gen):
+		return fmt.Errorf("%q: %w: its blocks are another's since a node was lost", m.info.Key, ec.ErrStale)
+	}
+	return nil
+}
+
 // Release lets the entry go. It does not wait for the node. Idempotent.
 func (m *Mapped) Release() {
-	if !m.over.Swap(true) {
-		m.c.post([]api.Op{{Kind: api.OpRelease, Key: m.info.Key, Handle: m.handle}})
+	if m.over.Swap(true) {
+		return
+	}
+	c := m.c
+	c.mu.Lock()
+	delete(c.pinned, m)
+	l, handle := m.link, m.handle
+	c.mu.Unlock()
+	if l != nil {
+		c.post(l, []api.Op{{Kind: api.OpRelease, Key: m.info.Key, Handle: handle}})
 	}
 }
 
