@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"unicode/utf8"
 
 	"github.com/tensorferry/tensorferry/tensor"
@@ -135,7 +136,7 @@ func (r *reader) bin(limit int) ([]byte, error) {
 		return nil, r.fail(ErrLimit, "%d bytes, limit %d", len(v), limit)
 	}
 	r.rest = rest
-	return v, nil
+	return slices.Clip(v), nil
 }
 
 // uint reads an integer from 0 to limit; another one is malformed.
