@@ -196,10 +196,57 @@ func TestAnAgentThatIsKilledCostsNoEntry(t *testing.T) {
 	must(t, syscall.Kill(n.agentOf("fetch"), syscall.SIGKILL))
 	n.wantOutcomes(<-done, p.Entries, ec.FetchReady)
 
-	// A cold vLLM adds whatever agent the ack names.
-	must(t, syscall.Kill(n.agentOf("serve"), syscall.SIGKILL))
-	c := startConsumer(t)
+	// A warm vLLM that asks afterwards is told of the next agent, and to wait until there is one.
+	c := startConsumer(t, "--region", "512M")
 	c.pullAll(n.address(), p.Entries)
+	for range 3 {
+		c.evict()
+		must(t, syscall.Kill(n.agentOf("serve"), syscall.SIGKILL))
+		c.pullAll(n.address(), p.Entries)
+	}
+	c.alive()
+}
+
+func TestAWarmVLLMOutlivesRestartsOfTheNodeOnOnePort(t *testing.T) {
+	n := startNode(t)
+	c := startConsumer(t)
+	sizes := entries(0, 3, 64*kib, mib)
+	n.put(sizes)
+	c.pullAll(n.address(), sizes)
+	for i, s := range []syscall.Signal{syscall.SIGTERM, syscall.SIGKILL} {
+		_ = n.client.Close()
+		n.stop(s)
+		n = startNode(t, "--side-channel", n.address())
+		sizes = entries(10*(i+1), 3, 64*kib, mib)
+		n.put(sizes)
+		c.ask(n.address(), sizes)
+		for key, p := range c.ends(len(sizes)) {
+			// V7: vLLM fails the first request after a restart instead of asking the new producer.
+			if p.Result == "pulled" && !p.Good {
+				t.Errorf("%s: other bytes", key)
+			}
+		}
+		sizes = entries(10*(i+1)+5, 3, 64*kib, mib)
+		n.put(sizes)
+		c.pullAll(n.address(), sizes)
+	}
+	c.alive()
+}
+
+func TestAVLLMKilledInAReadLeavesTheNodeServing(t *testing.T) {
+	n := startNode(t, "--ec-cpu-bytes", "256MiB")
+	sizes := entries(0, 3, 64*mib)
+	n.put(sizes)
+	c := startConsumer(t)
+	c.ask(n.address(), sizes)
+	eventually(t, "a grant", func() bool {
+		all, err := n.client.List(t.Context())
+		must(t, err)
+		return slices.ContainsFunc(all, func(i ec.Info) bool { return i.Pins > 0 })
+	})
+	c.kill()
+	next := startConsumer(t)
+	next.pullAll(n.address(), sizes)
 }
 
 // V1: a consumer may act on an ack at any later time. Whatever it reads then must be what it asked for.

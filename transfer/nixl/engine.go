@@ -216,10 +216,12 @@ func (e *engine) finish(f *flying, err error) {
 	f.done(classify(err, transfer.ErrPeerLost))
 }
 
-// Polling of READs in flight: at once while they are young, since small ones end in microseconds, then at growing pauses. A READ of
-// a frozen peer is looked at every pollSlowest for as long as it takes.
+// Polling of READs in flight: without a pause while they are young, since small ones end in microseconds, then with pauses of a part
+// of the time since the last one began or ended, so that what a pause adds stays a small part of what the READ takes. A READ of a
+// frozen peer is looked at every pollSlowest for as long as it takes.
 const (
-	pollSpins   = 200
+	pollSpin    = 100 * time.Microsecond
+	pollPart    = 50
 	pollFirst   = 20 * time.Microsecond
 	pollSlowest = 2 * time.Millisecond
 )
@@ -228,11 +230,13 @@ const (
 func (e *engine) poll() {
 	defer e.work.Done()
 	var mine []*flying
-	spins, pause := 0, pollFirst
+	since := time.Now()
+	timer := time.NewTimer(pollSlowest)
+	defer timer.Stop()
 	for {
 		e.mu.Lock()
-		if len(e.flying) > 0 { // new ones: be quick again
-			spins, pause = 0, pollFirst
+		if len(e.flying) > 0 {
+			since = time.Now()
 		}
 		mine = append(mine, e.flying...)
 		e.flying = e.flying[:0]
@@ -253,22 +257,23 @@ func (e *engine) poll() {
 		}
 		clear(mine[len(left):])
 		if len(left) < len(mine) {
-			spins, pause = 0, pollFirst
+			since = time.Now()
 		}
 		mine = left
 		if len(mine) == 0 {
 			continue
 		}
-		if spins++; spins < pollSpins {
+		age := time.Since(since)
+		if age < pollSpin {
 			runtime.Gosched()
 			continue
 		}
+		timer.Reset(min(max(age/pollPart, pollFirst), pollSlowest))
 		select {
 		case <-e.stop: // the agent is being closed: the next round sees it
 			runtime.Gosched()
-		case <-time.After(pause):
+		case <-timer.C:
 		}
-		pause = min(pause+pause/8, pollSlowest)
 	}
 }
 

@@ -108,24 +108,36 @@ func (f *fetcher) start() {
 	ctx, cancel := context.WithTimeout(context.Background(), f.plane.o.StartTimeout)
 	defer cancel()
 	a, err := f.plane.start(ctx, roleFetch, nil)
-	f.mu.Lock()
-	defer f.mu.Unlock()
 	if err == nil {
-		f.attached = map[uint32]bool{}
-		// Under the lock: memory that is registered meanwhile finds either the agent, or itself attached.
-		if err = f.attachAllLocked(ctx, a); err != nil || f.closed {
-			go a.end()
-		} else {
-			f.cur, f.started = a, time.Now()
+		if err = f.install(ctx, a); err != nil {
+			a.end()
 		}
 	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	f.err = classify(err, transfer.ErrPeerLost)
-	if err != nil {
+	if err != nil && !f.closed {
 		f.backoff.failed()
 		f.plane.o.Log.Error("nixl: the fetch agent did not start", "err", err, "failures", f.backoff.failures)
 	}
 	close(f.starting)
 	f.starting = nil
+}
+
+// install attaches all destinations and makes a the agent. Under the lock: memory that is registered meanwhile finds either the agent, or
+// itself attached.
+func (f *fetcher) install(ctx context.Context, a agent) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return fmt.Errorf("nixl: %w", transfer.ErrClosed)
+	}
+	f.attached = map[uint32]bool{}
+	if err := f.attachAllLocked(ctx, a); err != nil {
+		return err
+	}
+	f.cur, f.started = a, time.Now()
+	return nil
 }
 
 func (f *fetcher) attachAllLocked(ctx context.Context, a agent) error {

@@ -45,6 +45,10 @@ func (l *layout) run(offset int64) (addr, length uint64) {
 	return l.blocks[block] + uint64(in), uint64(l.blockBytes - in)
 }
 
+// pieces become a request's descriptors one by one. NIXL's prepared lists would save little of that: with 1,024 scattered blocks of
+// 7 KiB a request takes 0.07 ms to make of prepared lists and 0.25 ms without, of a READ of 4 ms; to prepare a peer's 256 MiB takes
+// 240 ms (1.3.2, same run).
+
 // pieces pairs spans of the pool with local memory, which have the same total length, in the fewest pieces that are contiguous at
 // both ends.
 func (l *layout) pieces(remote []region.Span, locals []local) ([]piece, error) {
