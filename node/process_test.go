@@ -28,6 +28,10 @@ const (
 )
 
 func TestMain(m *testing.M) {
+	if os.Getenv(roleEnv) == "node" {
+		nodeProcess()
+		return
+	}
 	if role := os.Getenv(roleEnv); role != "" {
 		if err := engineProcess(role, os.Getenv(socketEnv)); err != nil {
 			fmt.Println("error", err)
@@ -82,6 +86,19 @@ func engineProcess(role, socket string) error {
 			_, _ = h.Write(b)
 		}
 		fmt.Println(hex.EncodeToString(h.Sum(nil)))
+	case "keeper": // map, say so, and say what is there for each line
+		m, err := c.Map(ctx, "k")
+		if err != nil {
+			return err
+		}
+		fmt.Println("mapped")
+		for in := bufio.NewScanner(os.Stdin); in.Scan(); {
+			h := xxh3.New()
+			for _, b := range m.Buffers() {
+				_, _ = h.Write(b)
+			}
+			fmt.Println(hex.EncodeToString(h.Sum(nil)), m.Valid(), c.Err())
+		}
 	case "parent": // leave a child behind that has the socket
 		nc, err := net.Dial("unix", socket)
 		if err != nil {
