@@ -137,10 +137,10 @@ type Cache struct {
 	mu          sync.Mutex
 	slots       slotTable
 	alloc       *region.Allocator
-	entries     map[string]*entry // filling and ready
-	bySlot      []*entry          // also quarantined
-	edges       []uint32          // by block: slot + 1 at the first and last block of each extent, 0 within and where it is free
-	freeSlots   []int32           // a stack
+	names       index    // filling and ready entries
+	bySlot      []*entry // also quarantined
+	edges       []uint32 // by block: slot + 1 at the first and last block of each extent, 0 within and where it is free
+	freeSlots   []int32  // a stack
 	evict       policy
 	holds       ring[hold]  // by age, all leases being equal also by end
 	heldOrder   ring[entry] // entries with a hold, by their newest
@@ -213,7 +213,6 @@ func bareCache(o CacheOptions, g region.Geometry, pool []byte, slots slotTable) 
 		start:      time.Now(),
 		slots:      slots,
 		alloc:      region.NewAllocator(g.Blocks),
-		entries:    make(map[string]*entry),
 		bySlot:     make([]*entry, slots.Len()),
 		edges:      make([]uint32, g.Blocks),
 		freeSlots:  make([]int32, 0, slots.Len()),
@@ -221,6 +220,7 @@ func bareCache(o CacheOptions, g region.Geometry, pool []byte, slots slotTable) 
 		stuck:      noneStuck,
 		absent:     make(map[string]chan struct{}),
 	}
+	c.names = newIndex(c.bySlot)
 	return c, nil
 }
 
@@ -229,7 +229,7 @@ func (c *Cache) Lookup(key string) (Info, State) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.lapseHolds()
-	e := c.entries[key]
+	e := c.find(key)
 	if e == nil {
 		return Info{}, Absent
 	}
@@ -239,7 +239,7 @@ func (c *Cache) Lookup(key string) (Info, State) {
 // Pin keeps a ready entry where it is until the pin's Release. ErrMissing, ErrNotReady.
 func (c *Cache) Pin(key string) (*Pin, error) {
 	c.mu.Lock()
-	e := c.entries[key]
+	e := c.find(key)
 	if e == nil || e.phase != phaseReady {
 		c.stats.Misses++
 		c.mu.Unlock()
@@ -262,7 +262,7 @@ func (c *Cache) Pin(key string) (*Pin, error) {
 func (c *Cache) Remove(key string) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	e := c.entries[key]
+	e := c.find(key)
 	switch {
 	case e == nil:
 		return fmt.Errorf("%w: %q", ErrMissing, key)
@@ -283,7 +283,7 @@ func (c *Cache) Remove(key string) error {
 func (c *Cache) Watch(key string) <-chan struct{} {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if e := c.entries[key]; e != nil {
+	if e := c.find(key); e != nil {
 		if e.watch == nil {
 			e.watch = make(chan struct{})
 		}
@@ -311,9 +311,11 @@ func (c *Cache) Entries() []Info {
 	}
 	c.mu.Lock()
 	c.lapseHolds()
-	items := make([]item, 0, len(c.entries))
-	for _, e := range c.entries {
-		items = append(items, item{e.seq, e.info()})
+	items := make([]item, 0, c.names.len)
+	for _, e := range c.bySlot {
+		if e != nil && e.phase != phaseQuarantined {
+			items = append(items, item{e.seq, e.info()})
+		}
 	}
 	c.mu.Unlock()
 
@@ -342,7 +344,7 @@ func (c *Cache) Stats() Stats {
 	s.PinnedBlocks = c.tally[classPinned].blocks
 	s.HeldBlocks = c.held.blocks
 	s.Holds = c.holds.len
-	s.Entries = len(c.entries)
+	s.Entries = c.names.len
 	s.Ready = s.Entries - s.Filling
 	return s
 }

@@ -173,7 +173,7 @@ func (a *adoption) enter() error {
 		a.c.seq++
 		e.seq = a.c.seq
 		e.sum, e.hasSum = f.Checksum, f.HasChecksum
-		a.c.entries[e.key] = e
+		a.c.names.put(e, a.c.names.hash(e.key))
 		a.c.evict.add(e)
 		if f.Pins > 0 {
 			e.pins = 1
@@ -197,7 +197,7 @@ func (a *adoption) enter() error {
 		}
 		if phase == phaseFilling {
 			a.named[f.Key] = true
-			a.c.entries[e.key] = e
+			a.c.names.put(e, a.c.names.hash(e.key))
 		}
 		a.c.reclass(e)
 		a.Filling = append(a.Filling, &e.res)

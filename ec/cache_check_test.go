@@ -45,7 +45,7 @@ func (c *Cache) check() error {
 		}
 		if e.phase != phaseQuarantined {
 			named++
-			if c.entries[e.key] != e {
+			if c.find(e.key) != e {
 				return fmt.Errorf("entry %q of slot %d is not found by its key", e.key, slot)
 			}
 		}
@@ -93,8 +93,8 @@ func (c *Cache) check() error {
 			return fmt.Errorf("%q, class %d: among those to evict: %v", e.key, e.class, in)
 		}
 	}
-	if named != len(c.entries) {
-		return fmt.Errorf("%d keys, %d entries with a name", len(c.entries), named)
+	if named != c.names.len {
+		return fmt.Errorf("%d keys, %d entries with a name", c.names.len, named)
 	}
 	if tallies != c.tally || held != c.held || held.entries != c.heldOrder.len || holds != c.holds.len {
 		return fmt.Errorf("tallies %v, counted %v; held %v, counted %v; holds %d, counted %d", c.tally, tallies, c.held, held, c.holds.len, holds)

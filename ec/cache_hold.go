@@ -24,7 +24,7 @@ type hold struct {
 func (c *Cache) Hold(key string) error {
 	c.mu.Lock()
 	c.lapseHolds()
-	e := c.entries[key]
+	e := c.find(key)
 	if e == nil {
 		c.mu.Unlock()
 		return fmt.Errorf("%w: %q", ErrMissing, key)
@@ -56,7 +56,7 @@ func (c *Cache) DropHold(key string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.lapseHolds()
-	if e := c.entries[key]; e != nil && e.holds > 0 {
+	if e := c.find(key); e != nil && e.holds > 0 {
 		c.unhold(e)
 	}
 }

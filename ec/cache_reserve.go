@@ -29,8 +29,9 @@ func (c *Cache) Reserve(key string, s Spec, owner uint64) (*Reservation, error) 
 			ErrTooLarge, key, s.Bytes, int64(c.blocks)*c.blockBytes)
 	}
 
+	hash := c.names.hash(key)
 	c.mu.Lock()
-	if e := c.entries[key]; e != nil {
+	if e := c.names.get(key, hash); e != nil {
 		defer c.mu.Unlock()
 		switch {
 		case !s.equal(e.spec()):
@@ -52,7 +53,7 @@ func (c *Cache) Reserve(key string, s Spec, owner uint64) (*Reservation, error) 
 	e := &entry{c: c, key: key, dtype: s.Dtype, shape: [2]int64(s.Shape), bytes: s.Bytes, blocks: int(blocks), owner: owner, phase: phaseFilling}
 	e.res.e, e.kept.e = e, e
 	e.extents = slices.Clip(append(e.one[:0], extents...))
-	err = c.enter(e)
+	err = c.enter(e, hash)
 	c.mu.Unlock()
 	c.notify(due)
 	if err != nil {
@@ -62,7 +63,7 @@ func (c *Cache) Reserve(key string, s Spec, owner uint64) (*Reservation, error) 
 }
 
 // enter gives a new entry a slot and its name.
-func (c *Cache) enter(e *entry) error {
+func (c *Cache) enter(e *entry, hash uint32) error {
 	last := len(c.freeSlots) - 1
 	e.slot = int(c.freeSlots[last])
 	gen, err := c.slots.Fill(e.slot, region.Slot{
@@ -76,7 +77,7 @@ func (c *Cache) enter(e *entry) error {
 	c.freeSlots = c.freeSlots[:last]
 	c.bySlot[e.slot] = e
 	c.setEdges(e, uint32(e.slot)+1)
-	c.entries[e.key] = e
+	c.names.put(e, hash)
 	if w := c.absent[e.key]; w != nil {
 		e.watch = w
 		delete(c.absent, e.key)

@@ -51,8 +51,9 @@ type entry struct {
 	phase   phase
 	class   class
 	hasSum  bool
-	planned bool  // in Cache.plan
-	heap    int32 // its place in order.back, from 1; 0: not there
+	planned bool   // in Cache.plan
+	hash    uint32 // of the key, for Cache.names
+	heap    int32  // its place in order.back, from 1; 0: not there
 	pins    int32
 	stored  int32 // pins that the region records
 	holds   int32
@@ -125,6 +126,9 @@ func (e *entry) wake() {
 	}
 }
 
+// find is the entry of a key that is filling or ready, nil if there is none.
+func (c *Cache) find(key string) *entry { return c.names.get(key, c.names.hash(key)) }
+
 // reclass is called after every change of an entry's phase, and of its pins or holds from or to none.
 func (c *Cache) reclass(e *entry) {
 	was, is := e.class, e.classify()
@@ -153,7 +157,7 @@ func (c *Cache) unname(e *entry, to phase) {
 	c.evict.remove(e)
 	c.dropHolds(e)
 	c.reclass(e)
-	delete(c.entries, e.key)
+	c.names.remove(e)
 	e.wake()
 }
 
