@@ -15,8 +15,12 @@ func DecodeMetadata(b []byte) (*Metadata, error) {
 	if len(b) > MaxReply {
 		return nil, r.fail(ErrLimit, "metadata of %d bytes, limit %d", len(b), MaxReply)
 	}
+	at := r
 	m, err := r.metadata()
 	if err != nil {
+		if other := at.otherSchema(); other != nil {
+			return nil, other
+		}
 		return nil, err
 	}
 	if f := m.check(); f != nil {
@@ -27,9 +31,6 @@ func DecodeMetadata(b []byte) (*Metadata, error) {
 }
 
 func (r *reader) metadata() (*Metadata, error) {
-	if err := r.checkSchema(); err != nil {
-		return nil, err
-	}
 	n, err := r.fields()
 	if err != nil {
 		return nil, err
@@ -37,13 +38,16 @@ func (r *reader) metadata() (*Metadata, error) {
 	m := &Metadata{Legacy: true, Size: -1}
 	var agent []byte
 	var ferry reader
-	var groups, specs bool
+	var schema, groups, specs bool
 	for range n {
 		name, err := r.next()
 		if err != nil {
 			return nil, err
 		}
 		switch string(name) {
+		case fieldSchema:
+			err = r.schema()
+			schema = true
 		case fieldKind:
 			m.Kind, err = r.kind()
 		case fieldAgent:
@@ -78,6 +82,8 @@ func (r *reader) metadata() (*Metadata, error) {
 		return nil, err
 	}
 	switch {
+	case !schema:
+		return nil, r.missing(fieldSchema)
 	case m.Kind == 0:
 		return nil, r.missing(fieldKind)
 	case !groups:
@@ -100,33 +106,32 @@ func (r *reader) metadata() (*Metadata, error) {
 	return m, nil
 }
 
-// checkSchema looks for the schema's version before anything else is read, so that another one is told from a malformed one.
-func (r reader) checkSchema() error {
+// schema reads the schema's version, which must be ours.
+func (r *reader) schema() error {
+	if t := msgp.NextType(r.rest); t != msgp.IntType && t != msgp.UintType {
+		return r.fail(ErrSchema, "a version of type %s, this end reads %d", t, SchemaVersion)
+	}
+	at := *r
+	if v, err := r.int(math.MinInt64, math.MaxInt64); err != nil || v != SchemaVersion {
+		return at.fail(ErrSchema, "version %d, this end reads %d", v, SchemaVersion)
+	}
+	return nil
+}
+
+// otherSchema tells metadata of another schema, whatever it has, from what is malformed: nil for the latter.
+func (r reader) otherSchema() error {
 	n, err := r.fields()
 	if err != nil {
-		return err
+		return nil
 	}
-	version := int64(-1)
 	for range n {
 		name, err := r.next()
-		if err != nil {
-			return err
+		if err == nil && string(name) == fieldSchema {
+			return r.schema()
 		}
-		if string(name) != fieldSchema {
-			err = r.skip()
-		} else if at := r; msgp.NextType(r.rest) == msgp.IntType || msgp.NextType(r.rest) == msgp.UintType {
-			if version, err = r.int(math.MinInt64, math.MaxInt64); err == nil && version != SchemaVersion {
-				return at.fail(ErrSchema, "version %d, this end reads %d", version, SchemaVersion)
-			}
-		} else {
-			return r.fail(ErrSchema, "a version that is no integer, this end reads %d", SchemaVersion)
+		if err != nil || r.skip() != nil {
+			return nil
 		}
-		if err != nil {
-			return err
-		}
-	}
-	if version != SchemaVersion {
-		return r.missing(fieldSchema)
 	}
 	return nil
 }

@@ -23,50 +23,53 @@ func small() *Metadata {
 	}
 }
 
-func TestMetadataIsAsStrictAsThePeers(t *testing.T) {
-	for _, c := range []struct {
-		name   string
-		change func(*Metadata)
-		want   error
-	}{
-		{"as it is", func(*Metadata) {}, nil},
-		{"no sender", func(m *Metadata) { m.SenderHost, m.SenderPort = "", 0 }, nil},
-		{"legacy", func(m *Metadata) { m.Legacy, m.Generation = true, ID{} }, nil},
-		{"any generation", func(m *Metadata) { m.Generation = ID{} }, nil},
-		{"two groups", func(m *Metadata) {
-			r := m.Groups[0].Regions
-			m.Groups = []Group{{"VRAM", r[1:]}, {"DRAM", r[:1]}}
-		}, nil},
-		{"another memory type", func(m *Metadata) { m.Groups[0].MemoryType = "OBJ" }, nil},
+// changes to small(), and what is said to it.
+var metadataChanges = []struct {
+	name   string
+	change func(*Metadata)
+	want   error
+}{
+	{"as it is", func(*Metadata) {}, nil},
+	{"no sender", func(m *Metadata) { m.SenderHost, m.SenderPort = "", 0 }, nil},
+	{"legacy", func(m *Metadata) { m.Legacy, m.Generation = true, ID{} }, nil},
+	{"any generation", func(m *Metadata) { m.Generation = ID{} }, nil},
+	{"two groups", func(m *Metadata) {
+		r := m.Groups[0].Regions
+		m.Groups = []Group{{"VRAM", r[1:]}, {"DRAM", r[:1]}}
+	}, nil},
+	{"another memory type", func(m *Metadata) { m.Groups[0].MemoryType = "OBJ" }, nil},
 
-		{"no tensor", func(m *Metadata) { m.Specs, m.Groups, m.Size = nil, nil, 0 }, ErrMalformed},
-		{"size of a tensor", func(m *Metadata) { m.Specs[0].Size = 4; m.Size = 8 }, ErrMalformed},
-		{"size in all", func(m *Metadata) { m.Size = 13 }, ErrMalformed},
-		{"size of all over 2^63", func(m *Metadata) {
-			huge := Spec{DType: tensor.Uint8, Shape: tensor.Shape{1 << 62}, Size: 1 << 62}
-			m.Specs = []Spec{huge, huge}
-		}, ErrMalformed},
-		{"no memory type", func(m *Metadata) { m.Groups[0].MemoryType = "" }, ErrMalformed},
-		{"a group of nothing", func(m *Metadata) { m.Groups = append(m.Groups, Group{MemoryType: "VRAM"}) }, ErrMalformed},
-		{"a tensor in no group", func(m *Metadata) { m.Groups[0].Regions = m.Groups[0].Regions[:1] }, ErrMalformed},
-		{"a tensor twice", func(m *Metadata) { m.Groups[0].Regions[1] = m.Groups[0].Regions[0] }, ErrMalformed},
-		{"an index too large", func(m *Metadata) { m.Groups[0].Regions[1].Tensor = 3 }, ErrMalformed},
-		{"an empty tensor in a group", func(m *Metadata) {
-			m.Groups[0].Regions = append(m.Groups[0].Regions, Region{Tensor: 1, Addr: 1})
-		}, ErrMalformed},
-		{"bytes of a region", func(m *Metadata) { m.Groups[0].Regions[0].Bytes = 7 }, ErrMalformed},
-		{"address 0", func(m *Metadata) { m.Groups[0].Regions[0].Addr = 0 }, ErrMalformed},
-		{"an address past the end", func(m *Metadata) { m.Groups[0].Regions[0].Addr = 1<<64 - 8 }, ErrMalformed},
-		{"no agent", func(m *Metadata) { m.AgentMetadata = nil }, ErrMalformed},
-		{"object of two tensors", func(m *Metadata) { m.Kind = Object }, ErrMalformed},
-		{"skeleton in floats", func(m *Metadata) { m.Kind = Structured }, ErrMalformed},
-		{"skeleton of no bytes", func(m *Metadata) {
-			m.Kind = Structured
-			m.Specs = []Spec{{DType: tensor.Uint8, Shape: tensor.Shape{0}}}
-			m.Groups, m.Size = nil, 0
-		}, ErrMalformed},
-		{"too many groups", func(m *Metadata) { m.Groups = make([]Group, MaxGroups+1) }, ErrLimit},
-	} {
+	{"no tensor", func(m *Metadata) { m.Specs, m.Groups, m.Size = nil, nil, 0 }, ErrMalformed},
+	{"size of a tensor", func(m *Metadata) { m.Specs[0].Size = 4; m.Size = 8 }, ErrMalformed},
+	{"size in all", func(m *Metadata) { m.Size = 13 }, ErrMalformed},
+	{"size of all over 2^63", func(m *Metadata) {
+		huge := Spec{DType: tensor.Uint8, Shape: tensor.Shape{1 << 62}, Size: 1 << 62}
+		m.Specs = []Spec{huge, huge}
+	}, ErrMalformed},
+	{"no memory type", func(m *Metadata) { m.Groups[0].MemoryType = "" }, ErrMalformed},
+	{"a group of nothing", func(m *Metadata) { m.Groups = append(m.Groups, Group{MemoryType: "VRAM"}) }, ErrMalformed},
+	{"a tensor in no group", func(m *Metadata) { m.Groups[0].Regions = m.Groups[0].Regions[:1] }, ErrMalformed},
+	{"a tensor twice", func(m *Metadata) { m.Groups[0].Regions[1] = m.Groups[0].Regions[0] }, ErrMalformed},
+	{"an index too large", func(m *Metadata) { m.Groups[0].Regions[1].Tensor = 3 }, ErrMalformed},
+	{"an empty tensor in a group", func(m *Metadata) {
+		m.Groups[0].Regions = append(m.Groups[0].Regions, Region{Tensor: 1, Addr: 1})
+	}, ErrMalformed},
+	{"bytes of a region", func(m *Metadata) { m.Groups[0].Regions[0].Bytes = 7 }, ErrMalformed},
+	{"address 0", func(m *Metadata) { m.Groups[0].Regions[0].Addr = 0 }, ErrMalformed},
+	{"an address past the end", func(m *Metadata) { m.Groups[0].Regions[0].Addr = 1<<64 - 8 }, ErrMalformed},
+	{"no agent", func(m *Metadata) { m.AgentMetadata = nil }, ErrMalformed},
+	{"object of two tensors", func(m *Metadata) { m.Kind = Object }, ErrMalformed},
+	{"skeleton in floats", func(m *Metadata) { m.Kind = Structured }, ErrMalformed},
+	{"skeleton of no bytes", func(m *Metadata) {
+		m.Kind = Structured
+		m.Specs = []Spec{{DType: tensor.Uint8, Shape: tensor.Shape{0}}}
+		m.Groups, m.Size = nil, 0
+	}, ErrMalformed},
+	{"too many groups", func(m *Metadata) { m.Groups = make([]Group, MaxGroups+1) }, ErrLimit},
+}
+
+func TestMetadataIsAsStrictAsThePeers(t *testing.T) {
+	for _, c := range metadataChanges {
 		m := small()
 		c.change(m)
 		if err := m.Check(); !errors.Is(err, c.want) {
@@ -89,65 +92,86 @@ func patched(t *testing.T, b []byte, old, new []byte) []byte {
 
 func named(name string, v ...byte) []byte { return append(msgp.AppendString(nil, name), v...) }
 
-func TestOddMetadataOnTheWireIsJudged(t *testing.T) {
-	text := func(s string) []byte { return msgp.AppendString(nil, s) }
-	base := AppendMetadata(nil, small())
-	region := []byte{0x94, 64, 8, 0, 0xa0}
-	for _, c := range []struct {
+// metadataPatches replace the one place of old in small() as it is encoded, and what is said to it.
+var (
+	regionBytes     = []byte{0x94, 64, 8, 0, 0xa0}
+	metadataPatches = []struct {
 		name     string
 		old, new []byte
 		want     error
 	}{
 		{"schema 2", named(fieldSchema, 1), named(fieldSchema, 2), ErrSchema},
 		{"schema below 0", named(fieldSchema, 1), named(fieldSchema, 0xff), ErrSchema},
-		{"schema as text", named(fieldSchema, 1), named(fieldSchema, text("1")...), ErrSchema},
+		{"schema as text", named(fieldSchema, 1), named(fieldSchema, textBytes("1")...), ErrSchema},
 		{"schema nil", named(fieldSchema, 1), named(fieldSchema, 0xc0), ErrSchema},
 		{"schema in nine bytes", named(fieldSchema, 1), named(fieldSchema, 0xcf, 0, 0, 0, 0, 0, 0, 0, 1), nil},
 		{"no schema", named(fieldSchema, 1), named("schema", 1), ErrMalformed},
-		{"kind pages", named(fieldKind, text("tensors")...), named(fieldKind, text("pages")...), ErrSchema},
-		{"kind as a number", named(fieldKind, text("tensors")...), named(fieldKind, 1), ErrMalformed},
+		{"kind pages", named(fieldKind, textBytes("tensors")...), named(fieldKind, textBytes("pages")...), ErrSchema},
+		{"kind as a number", named(fieldKind, textBytes("tensors")...), named(fieldKind, 1), ErrMalformed},
 		{"no kind", named(fieldKind), named("kinds"), ErrMalformed},
 		{"no groups", named(fieldGroups), named("groups"), ErrMalformed},
 		{"no specs", named(fieldSpecs), named("specs"), ErrMalformed},
 		{"no size", named(fieldSize, 12), named("bytes", 12), nil},
 		{"size of floats", named(fieldSize, 12), named(fieldSize, 0xca, 0x41, 0x40, 0, 0), ErrMalformed},
-		{"dtype without its prefix", named(fieldDType, append(text("torch.float32"), 0xa6)...), named(fieldDType, append(text("float32"), 0xa6)...), nil},
-		{"region of three", region, []byte{0x93, 64, 8, 0}, nil},
-		{"region of two", region, []byte{0x92, 64, 8}, ErrMalformed},
-		{"region of five", region, []byte{0x95, 64, 8, 0, 0xa0, 0xa0}, ErrLimit},
-		{"region whose fourth is anything", region, []byte{0x94, 64, 8, 0, 0x91, 0xc0}, nil},
-		{"address true", region, []byte{0x94, 0xc3, 8, 0, 0xa0}, ErrMalformed},
-		{"address below 0", region, []byte{0x94, 0xff, 8, 0, 0xa0}, ErrMalformed},
-		{"device below 0", region, []byte{0x94, 64, 8, 0xff, 0xa0}, ErrMalformed},
-		{"bytes of floats", region, []byte{0x94, 64, 0xca, 0x41, 0, 0, 0, 0, 0xa0}, ErrMalformed},
+		{"dtype without its prefix", named(fieldDType, append(textBytes("torch.float32"), 0xa6)...), named(fieldDType, append(textBytes("float32"), 0xa6)...), nil},
+		{"region of three", regionBytes, []byte{0x93, 64, 8, 0}, nil},
+		{"region of two", regionBytes, []byte{0x92, 64, 8}, ErrMalformed},
+		{"region of five", regionBytes, []byte{0x95, 64, 8, 0, 0xa0, 0xa0}, ErrLimit},
+		{"region whose fourth is anything", regionBytes, []byte{0x94, 64, 8, 0, 0x91, 0xc0}, nil},
+		{"address true", regionBytes, []byte{0x94, 0xc3, 8, 0, 0xa0}, ErrMalformed},
+		{"address below 0", regionBytes, []byte{0x94, 0xff, 8, 0, 0xa0}, ErrMalformed},
+		{"device below 0", regionBytes, []byte{0x94, 64, 8, 0xff, 0xa0}, ErrMalformed},
+		{"bytes of floats", regionBytes, []byte{0x94, 64, 0xca, 0x41, 0, 0, 0, 0, 0xa0}, ErrMalformed},
 		{"dimension true", named(fieldShape, 0x91, 2), named(fieldShape, 0x91, 0xc3), ErrMalformed},
 		{"dimension below 0", named(fieldShape, 0x91, 2), named(fieldShape, 0x91, 0xfe), ErrMalformed},
 		{"dimension of floats", named(fieldShape, 0x91, 2), named(fieldShape, 0x91, 0xca, 0x40, 0, 0, 0), ErrMalformed},
 		{"shape nil", named(fieldShape, 0x91, 2), named(fieldShape, 0xc0), ErrMalformed},
-		{"host nil", named(fieldHost, text("h")...), named(fieldHost, 0xc0), nil},
+		{"host nil", named(fieldHost, textBytes("h")...), named(fieldHost, 0xc0), nil},
 		{"port nil", named(fieldPort, 1), named(fieldPort, 0xc0), nil},
 		{"port 65536", named(fieldPort, 1), named(fieldPort, 0xce, 0, 1, 0, 0), ErrMalformed},
-		{"generation of an array", named(fieldGeneration, text("g")...), named(fieldGeneration, 0x90), ErrMalformed},
+		{"generation of an array", named(fieldGeneration, textBytes("g")...), named(fieldGeneration, 0x90), ErrMalformed},
 		{"a name that is no string", named(fieldPort, 1), []byte{1, 1}, nil},
-	} {
+	}
+)
+
+func textBytes(s string) []byte { return msgp.AppendString(nil, s) }
+
+// onePatch gives the metadata that a patch is for.
+func onePatch(name string) *Metadata {
+	m := small()
+	if strings.HasPrefix(name, "dtype") {
+		// Three tensors have the same dtype; take one with the device after it.
+		m.Specs, m.Groups[0].Regions, m.Size = m.Specs[:1], m.Groups[0].Regions[:1], 8
+	}
+	return m
+}
+
+// oddMetadata is small() with each of the changes and patches, encoded.
+func oddMetadata(t *testing.T) map[string][]byte {
+	odd := make(map[string][]byte)
+	for _, c := range metadataChanges {
+		m := small()
+		c.change(m)
+		odd[c.name] = AppendMetadata(nil, m)
+	}
+	for _, c := range metadataPatches {
+		odd[c.name] = patched(t, AppendMetadata(nil, onePatch(c.name)), c.old, c.new)
+	}
+	return odd
+}
+
+func TestOddMetadataOnTheWireIsJudged(t *testing.T) {
+	base := AppendMetadata(nil, small())
+	for _, c := range metadataPatches {
 		t.Run(c.name, func(t *testing.T) {
-			b := base
-			if strings.HasPrefix(c.name, "dtype") {
-				// Three tensors have the same dtype; take one with the device after it.
-				one := small()
-				one.Specs, one.Groups[0].Regions, one.Size = one.Specs[:1], one.Groups[0].Regions[:1], 8
-				b = AppendMetadata(nil, one)
-			}
-			_, err := DecodeMetadata(patched(t, b, c.old, c.new))
+			_, err := DecodeMetadata(patched(t, AppendMetadata(nil, onePatch(c.name)), c.old, c.new))
 			if !errors.Is(err, c.want) {
 				t.Errorf("%v, want %v", err, c.want)
 			}
 		})
 	}
 	for _, d := range []string{"torch.qint8", "torch.float31", "float", ""} {
-		one := small()
-		one.Specs, one.Groups[0].Regions, one.Size = one.Specs[:1], one.Groups[0].Regions[:1], 8
-		b := patched(t, AppendMetadata(nil, one), text("torch.float32"), text(d))
+		b := patched(t, AppendMetadata(nil, onePatch("dtype")), textBytes("torch.float32"), textBytes(d))
 		if _, err := DecodeMetadata(b); !errors.Is(err, tensor.ErrDType) || !errors.Is(err, ErrMalformed) {
 			t.Errorf("dtype %q: %v", d, err)
 		}
@@ -162,6 +186,21 @@ func TestOddMetadataOnTheWireIsJudged(t *testing.T) {
 	}
 	if _, err := DecodeMetadata(make([]byte, MaxReply+1)); !errors.Is(err, ErrLimit) {
 		t.Error("over the limit:", err)
+	}
+}
+
+func TestAnotherSchemaIsToldFromMalformedMetadata(t *testing.T) {
+	b := mapOf("kind", "\x05", "schema_version", "\x02", "tensor_specs", "\xc0")
+	if _, err := DecodeMetadata(b); !errors.Is(err, ErrSchema) {
+		t.Error(err)
+	}
+	b = mapOf("kind", "\x05", "schema_version", "\x01")
+	if _, err := DecodeMetadata(b); !errors.Is(err, ErrMalformed) {
+		t.Error(err)
+	}
+	b = mapOf("schema_version", "\xcf\xff\xff\xff\xff\xff\xff\xff\xff")
+	if _, err := DecodeMetadata(b); !errors.Is(err, ErrSchema) {
+		t.Error(err)
 	}
 }
 
