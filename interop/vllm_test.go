@@ -201,7 +201,11 @@ func TestAnAgentThatIsKilledCostsNoEntry(t *testing.T) {
 	c.pullAll(n.address(), p.Entries)
 	for range 3 {
 		c.evict()
-		must(t, syscall.Kill(n.agentOf("serve"), syscall.SIGKILL))
+		// Not before the node has seen it: an ack of the few ms until then names an agent that is dead, and a READ on an agent that
+		// it knows and that is dead ends a vLLM engine (V4).
+		killed := n.agentOf("serve")
+		must(t, syscall.Kill(killed, syscall.SIGKILL))
+		eventually(t, "the next agent", func() bool { return n.agentOf("serve") != killed })
 		c.pullAll(n.address(), p.Entries)
 	}
 	c.alive()

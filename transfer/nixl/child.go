@@ -297,7 +297,17 @@ func (c *child) tell(kind frameKind, body func([]byte) []byte) {
 }
 
 func (c *child) attach(ctx context.Context, m attachment) (place, error) {
-	r, err := c.call(ctx, frameAttach, m.file, func(b []byte) []byte {
+	flags := unix.O_RDONLY
+	if m.writable {
+		flags = unix.O_RDWR
+	}
+	// A description of its own: locks belong to descriptions.
+	f, err := reopen(m.file, flags)
+	if err != nil {
+		return place{}, fmt.Errorf("%w: nixl: file of the memory: %w", transfer.ErrBadRequest, err)
+	}
+	defer f.Close()
+	r, err := c.call(ctx, frameAttach, f, func(b []byte) []byte {
 		b = binary.LittleEndian.AppendUint32(b, m.id)
 		b = binary.LittleEndian.AppendUint64(b, uint64(m.offset))
 		b = binary.LittleEndian.AppendUint64(b, uint64(len(m.bytes)))

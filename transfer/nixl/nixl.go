@@ -50,6 +50,11 @@ type Options struct {
 	// operator has set UCX_NET_DEVICES. Other machines cannot READ then. Other backends know nothing of it.
 	Loopback bool
 
+	// Exclusive says that the files registered here are no other plane's destinations: Register waits until the fetch agents of one
+	// that was killed are gone, so that what they still wrote cannot land in memory that is used again. Agents in processes of
+	// their own only.
+	Exclusive bool
+
 	Log *slog.Logger // default slog.Default()
 
 	environ []string          // of agent processes, beside this one's
@@ -217,7 +222,13 @@ func (p *Plane) Register(ctx context.Context, m transfer.Memory, notify func(tra
 	if err != nil {
 		return nil, err
 	}
-	r, err := newRegistration(ctx, p, mem, notify)
+	var r *Registration
+	if p.o.Exclusive && mem.file != nil {
+		err = waitForWriters(ctx, mem.file)
+	}
+	if err == nil {
+		r, err = newRegistration(ctx, p, mem, notify)
+	}
 	if err == nil {
 		p.mu.Lock()
 		if p.closed {
@@ -235,7 +246,7 @@ func (p *Plane) Register(ctx context.Context, m transfer.Memory, notify func(tra
 	return nil, err
 }
 
-// Agent's version and so on of the last agent that started; zero before the first did.
+// lastFacts are those of the last agent that started; zero before the first did.
 func (p *Plane) lastFacts() facts {
 	p.mu.Lock()
 	defer p.mu.Unlock()

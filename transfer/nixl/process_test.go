@@ -217,6 +217,23 @@ func TestABackendThatIsNotThereIsSaidAtOnce(t *testing.T) {
 	}
 }
 
+func TestRegisterWaitsForTheFetchAgentOfANodeThatWasKilled(t *testing.T) {
+	o := processes(t)
+	first := newPlane(t, o)
+	m := shared(t, 1<<20)
+	reg := register(t, first, m)
+	add(t, first, reg.Metadata())
+	o.Exclusive = true
+	next := newPlane(t, o)
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if _, err := next.Register(ctx, m, nil); !errors.Is(err, context.DeadlineExceeded) {
+		t.Fatalf("register beside a fetch agent that may write: %v", err)
+	}
+	must(t, unix.Kill(first.fetchPID(), unix.SIGKILL))
+	register(t, next, m)
+}
+
 // nodeEnv makes this test binary a program with a plane, which prints the pids of its agents and waits.
 const nodeEnv = "FERRY_NIXL_TEST_NODE"
 

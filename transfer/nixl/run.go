@@ -28,7 +28,7 @@ func RunAgent(socket *os.File) error {
 		return err
 	}
 	defer func() { _ = w.conn.Close() }()
-	h := &host{wire: w, mappings: map[uint32][]byte{}}
+	h := &host{wire: w, mappings: map[uint32]mapping{}}
 	for {
 		f, err := w.next()
 		if errors.Is(err, io.EOF) {
@@ -50,7 +50,13 @@ type host struct {
 	engine  *engine
 
 	mu       sync.Mutex
-	mappings map[uint32][]byte
+	mappings map[uint32]mapping
+}
+
+// mapping is a file that is attached.
+type mapping struct {
+	bytes []byte
+	file  *os.File // open for its lock, where it may be written; else nil
 }
 
 // handle does one request. Errors are those of the wire.
@@ -133,15 +139,14 @@ func (h *host) attach(f frame) error {
 	if !r.OK() || err != nil {
 		return errors.Join(err, errBadFrame)
 	}
-	b, mapping, err := mapFile(file, offset, length, writable[0] != 0)
-	_ = file.Close() // the mapping stays
+	b, m, err := mapFile(file, offset, length, writable[0] != 0)
 	var p place
 	if err == nil {
 		if p, err = h.engine.register(id, b); err != nil {
-			_ = h.library.Unmap(mapping)
+			h.unmap(m)
 		} else {
 			h.mu.Lock()
-			h.mappings[id] = mapping
+			h.mappings[id] = m
 			h.mu.Unlock()
 		}
 	}
@@ -152,27 +157,41 @@ func (h *host) attach(f frame) error {
 	return nil
 }
 
-// mapFile maps length bytes at offset, and gives them and the mapping, which starts at a page.
-func mapFile(f *os.File, offset, length uint64, writable bool) (b, mapping []byte, err error) {
+// mapFile maps length bytes at offset, and gives them and the mapping, which starts at a page. It takes f.
+func mapFile(f *os.File, offset, length uint64, writable bool) (b []byte, m mapping, err error) {
 	prot := unix.PROT_READ
 	if writable {
 		prot |= unix.PROT_WRITE
+		m.file = f
+		err = lockAsWriter(f)
 	}
 	lead := offset % uint64(os.Getpagesize())
-	mapping, err = unix.Mmap(int(f.Fd()), int64(offset-lead), int(length+lead), prot, unix.MAP_SHARED|unix.MAP_POPULATE)
-	if err != nil {
-		return nil, nil, fmt.Errorf("%w: nixl: map %d bytes at %d: %w", transfer.ErrBadRequest, length, offset, err)
+	if err == nil {
+		m.bytes, err = unix.Mmap(int(f.Fd()), int64(offset-lead), int(length+lead), prot, unix.MAP_SHARED|unix.MAP_POPULATE)
 	}
-	return mapping[lead:], mapping, nil
+	if err != nil || !writable {
+		_ = f.Close() // the mapping stays
+	}
+	if err != nil {
+		return nil, m, fmt.Errorf("%w: nixl: map %d bytes at %d: %w", transfer.ErrBadRequest, length, offset, err)
+	}
+	return m.bytes[lead:], m, nil
+}
+
+func (h *host) unmap(m mapping) {
+	_ = h.library.Unmap(m.bytes) // fails only on a mapping that is not there
+	if m.file != nil {
+		_ = m.file.Close() // and with it the lock
+	}
 }
 
 func (h *host) detach(id uint32) {
 	h.engine.detach(id)
 	h.mu.Lock()
-	mapping := h.mappings[id]
+	m, there := h.mappings[id]
 	delete(h.mappings, id)
 	h.mu.Unlock()
-	if mapping != nil {
-		_ = h.library.Unmap(mapping) // fails only on a mapping that is not there
+	if there {
+		h.unmap(m)
 	}
 }
