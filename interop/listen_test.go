@@ -26,6 +26,7 @@ func TestNothingOfANodeOnLoopbackListensElsewhere(t *testing.T) {
 			}
 		}
 	}
+	n.stopClean()
 }
 
 // listening gives the addresses of a process's TCP sockets that listen.
