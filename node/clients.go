@@ -248,7 +248,7 @@ func (c *clients) known(token []byte, now region.Client) *knownClient {
 		return nil
 	}
 	cl := c.byID[idOf(token)]
-	if cl == nil || cl.region.Namespace == now.Namespace && cl.region.Process != now.Process {
+	if cl == nil || cl.region.Namespace == now.Namespace && !sameProcess(cl.region.Process, now.Process) {
 		return nil
 	}
 	return cl

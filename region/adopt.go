@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/tensorferry/tensorferry/internal/boottime"
 )
 
 // Take gives the region of an identity: the one that a dead owner left, if a restart can go on with it, else a new one as Create
@@ -112,7 +114,7 @@ func (r *Region) adopt(ctx context.Context, dir *os.File, o Options, k kernel) (
 
 // whyNotWaiting is empty while the file waits for the restart of its owner.
 func (h *header) whyNotWaiting() string {
-	switch now := boottime(); {
+	switch now := boottime.Now(); {
 	case h.bootID == "" || h.bootID != bootID():
 		return "it is from before the machine was booted"
 	case h.adoptUntil == 0:
@@ -128,16 +130,7 @@ func (h *header) waitsFor() time.Duration {
 	if h.whyNotWaiting() != "" {
 		return 0
 	}
-	return time.Duration(h.adoptUntil - boottime())
-}
-
-// boottime is nanoseconds since the machine was booted, sleep included. It means the same to all processes.
-func boottime() int64 {
-	var ts unix.Timespec
-	if unix.ClockGettime(unix.CLOCK_BOOTTIME, &ts) != nil { // never, on kernels since 2.6.39
-		return math.MaxInt64
-	}
-	return ts.Nano()
+	return time.Duration(h.adoptUntil - boottime.Now())
 }
 
 // adoptUntil is the header's word for "so long from now".
@@ -145,7 +138,7 @@ func adoptUntil(d time.Duration) int64 {
 	if d <= 0 {
 		return 0
 	}
-	now := boottime()
+	now := boottime.Now()
 	return now + min(int64(d), math.MaxInt64-now)
 }
 
