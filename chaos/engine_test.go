@@ -25,7 +25,6 @@ type engineRole struct {
 	Seed    uint64
 	Keys    int
 	Workers int
-	Pins    bool   // hold what is mapped for a while
 	Removes bool   // take entries out
 	Board   string // directory of announcements that all engines read
 	Ledger  string // file of keys whose commit was acknowledged
@@ -152,6 +151,15 @@ func (w *worker) some(most time.Duration) time.Duration {
 	return time.Duration(w.rng.Int64N(int64(most)))
 }
 
+// dawdle lasts a moment, or now and then longer than a node needs to be killed and to start again.
+func (w *worker) dawdle(ctx context.Context) {
+	d := w.some(20 * time.Millisecond)
+	if w.rng.IntN(10) == 0 {
+		d = w.some(2 * time.Second)
+	}
+	pause(ctx, d)
+}
+
 func (w *worker) act(ctx context.Context, c *client.Client) {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Second+w.some(2*time.Second))
 	defer cancel()
@@ -204,7 +212,7 @@ func (w *worker) save(ctx context.Context, c *client.Client) {
 		cut := w.rng.IntN(len(b) + 1)
 		fill(b[:cut], key, at)
 		if w.rng.IntN(4) == 0 {
-			pause(ctx, w.some(10*time.Millisecond))
+			w.dawdle(context.Background()) // writes go on whatever has become of the node: the memory is still this engine's
 		}
 		fill(b[cut:], key, at+cut)
 		at += len(b)
@@ -247,7 +255,7 @@ func (w *worker) announce(ctx context.Context, c *client.Client, key string) {
 	w.post(p)
 }
 
-const boardPlaces = 48 // of one node's announcements
+const boardPlaces = 12 // of one node's announcements: what is up is new
 
 // post puts announcements up for all engines, whole or not at all.
 func (w *worker) post(p ec.Params) {
@@ -348,10 +356,10 @@ func (w *worker) use(ctx context.Context, c *client.Client, key string, m *clien
 		w.bad("%s: %v; gen %d, extents %v, connection: %v", how, err, m.Info().Gen, m.Info().Extents, c.Err())
 		return
 	}
-	if !w.r.Pins || w.rng.IntN(3) > 0 {
+	if w.rng.IntN(3) > 0 {
 		return
 	}
-	pause(ctx, w.some(30*time.Millisecond))
+	w.dawdle(ctx)
 	if err := check(m.Buffers(), key); err != nil {
 		w.bad("%s, and changed while it was pinned: %v; gen %d, extents %v, connection: %v", how, err, m.Info().Gen, m.Info().Extents, c.Err())
 	}
