@@ -91,6 +91,13 @@ func (m *Mapping) Created() time.Time { return time.Unix(0, m.header.created) }
 // the running kernel; on a disk it can be, and its owner is then dead whatever its pid.
 func (m *Mapping) BootID() string { return m.header.bootID }
 
+// WaitsFor is how much longer the file waits for its owner's restart should that be dead; 0 if it does not, and then why tells.
+func (m *Mapping) WaitsFor() (left time.Duration, why string) {
+	h := m.header
+	h.adoptUntil = int64(m.word(offAdoptUntil))
+	return h.waitsFor(), h.whyNotWaiting()
+}
+
 func (m *Mapping) word(off int) uint64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -116,6 +123,16 @@ func (m *Mapping) Slots() *SlotTable {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.table
+}
+
+// Clients is the table of clients, for reading only. It dies at Close; nil after it.
+func (m *Mapping) Clients() *ClientTable {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.head == nil {
+		return nil
+	}
+	return newClientTable(m.head, false)
 }
 
 // Close unmaps. It is safe to call twice. Pool, Slots and all that was cut from them must not be used any more.

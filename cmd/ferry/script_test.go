@@ -33,7 +33,7 @@ const tooLong = 60 * time.Second
 //
 //	start NAME ferry ARG...   starts a process and waits for its ready line; sets NAME_socket, NAME_port, NAME_admin, NAME_region,
 //	                          NAME_url. The process is ended with the script, and must end cleanly then.
-//	stop NAME [SIGNAL]        ends it now, with SIGTERM if no signal is named, and expects exit status 0
+//	quit NAME [SIGNAL]        ends it now, with SIGTERM if no signal is named, and expects exit status 0 (! quit: another)
 //	status N ferry ARG...     runs ferry and expects exit status N; stdout and stderr work as after exec
 //	get URL / post URL FILE   an HTTP request; the answer is the command's stdout
 //	until URL FILE            posts until the answer's status is 200
@@ -63,7 +63,7 @@ func TestScripts(t *testing.T) {
 			return nil
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
-			"start": cmdStart, "stop": cmdStop, "status": cmdStatus, "get": cmdGet, "post": cmdPost, "until": cmdUntil, "left": cmdLeft,
+			"start": cmdStart, "quit": cmdQuit, "status": cmdStatus, "get": cmdGet, "post": cmdPost, "until": cmdUntil, "left": cmdLeft,
 		},
 	})
 }
@@ -141,13 +141,13 @@ func cmdStart(ts *testscript.TestScript, neg bool, args []string) {
 	ts.Setenv(name+"_url", ready.URL)
 }
 
-func cmdStop(ts *testscript.TestScript, neg bool, args []string) {
+func cmdQuit(ts *testscript.TestScript, neg bool, args []string) {
 	signals := map[string]os.Signal{"SIGTERM": syscall.SIGTERM, "SIGINT": syscall.SIGINT, "SIGKILL": syscall.SIGKILL}
 	if len(args) == 1 {
 		args = append(args, "SIGTERM")
 	}
 	if len(args) != 2 || signals[args[1]] == nil {
-		ts.Fatalf("usage: stop NAME [SIGTERM|SIGINT|SIGKILL]")
+		ts.Fatalf("usage: quit NAME [SIGTERM|SIGINT|SIGKILL]")
 	}
 	p, ok := ts.Value(processes{}).(*sync.Map).LoadAndDelete(args[0])
 	if !ok {

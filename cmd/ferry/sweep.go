@@ -1,0 +1,57 @@
+package main
+
+import (
+	"errors"
+
+	"github.com/spf13/cobra"
+
+	"github.com/tensorferry/tensorferry/node"
+	"github.com/tensorferry/tensorferry/region"
+)
+
+func (a *app) sweepCmd() *cobra.Command {
+	var o region.SweepOptions
+	var sockets []string
+	cmd := &cobra.Command{
+		Use:   "sweep [--dir DIR] [--socket PATH]...",
+		Short: "Reap what killed processes left: regions that nobody owns, and their sockets",
+		Long: `Remove the regions of dead owners that wait for no restart any more, what killed creators left beside them, and the sockets of dead
+nodes. What lives stays, and so does what is another user's, a symbolic link, or no region by its content. Nodes do the same when
+they start. One line a file:
+{"file":..,"bytes":..,"reaped":true|false,"reason":..}
+
+Engines that still have a region mapped keep its memory until they end.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			swept, err := region.Sweep(o)
+			for _, s := range swept {
+				err = errors.Join(err, printJSON(a.stdout, sweptLine{s.Path, s.Bytes, s.Reaped, s.Reason}))
+			}
+			if !cmd.Flags().Changed("socket") {
+				sockets = []string{node.DefaultConfig().Socket}
+			}
+			for _, path := range sockets {
+				stale, sockErr := node.SweepSocket(cmd.Context(), path, o.DryRun)
+				switch {
+				case sockErr != nil:
+					err = errors.Join(err, printJSON(a.stdout, sweptLine{File: path, Reason: sockErr.Error()}))
+				case stale:
+					err = errors.Join(err, printJSON(a.stdout, sweptLine{File: path, Reaped: true, Reason: "nobody listens on it"}))
+				}
+			}
+			return err
+		},
+	}
+	cmd.Flags().StringVar(&o.Dir, "dir", region.DefaultDir, "where the regions are")
+	cmd.Flags().BoolVar(&o.DryRun, "dry-run", false, "only say what would be reaped")
+	cmd.Flags().BoolVar(&o.Force, "force", false, "also reap regions that still wait for their node's restart: their entries are lost")
+	cmd.Flags().StringArrayVar(&sockets, "socket", nil, "engine socket to look at; the default one if none is given")
+	return cmd
+}
+
+type sweptLine struct {
+	File   string `json:"file"`
+	Bytes  int64  `json:"bytes"`
+	Reaped bool   `json:"reaped"` // or would be, with --dry-run
+	Reason string `json:"reason"`
+}
