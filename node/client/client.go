@@ -326,8 +326,8 @@ func (c *Client) Close() error {
 		// Best effort: without it the node keeps what was reserved here out of use until this process ends.
 		c.mu.Lock()
 		_ = c.link.conn.Send(&api.Bye{}, api.MaxRequestFrame)
+		c.endLocked(ErrClosed)
 		c.mu.Unlock()
-		c.end(ErrClosed)
 		c.reader.Wait()
 	})
 	return c.closeErr
@@ -337,6 +337,10 @@ func (c *Client) Close() error {
 func (c *Client) end(err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.endLocked(err)
+}
+
+func (c *Client) endLocked(err error) {
 	if c.err != nil {
 		return
 	}
