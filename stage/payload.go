@@ -1,0 +1,133 @@
+package stage
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/tensorferry/tensorferry/stage/wire"
+)
+
+// payload is one generation of a key. Guarded by the store's lock, except what is set once.
+//
+// It is published while it is in Store.payloads, then retired; its memory is released when it is retired and neither claims nor
+// withdrawals are left.
+type payload struct {
+	store      *Store
+	key        string
+	generation wire.ID
+	metadata   wire.Metadata
+	memory     Memory
+	room       *Room
+
+	leaseEnd    time.Time // counts only while nobody has a claim
+	claims      map[wire.ID]*claim
+	withdrawing int  // claims that ended and whose grant is not withdrawn yet
+	consumed    bool // a reader has it
+	condemned   bool // by Abort: no new claims
+	retired     bool
+}
+
+// claim is one reader's.
+type claim struct {
+	owner    string
+	grant    string
+	deadline time.Time
+	offering int // calls of Offer under way
+	ended    bool
+	idle     bool // as the end was: see Memory.Withdraw
+}
+
+// retire takes the payload off its key; if nothing reads it any more it is added to free, for release.
+func (p *payload) retire(free []*payload) []*payload {
+	if s := p.store; !p.retired {
+		p.retired = true
+		if s.payloads[p.key] == p {
+			delete(s.payloads, p.key)
+		}
+	}
+	return p.settle(free)
+}
+
+// settle adds the payload to free, once, if it is retired and nothing reads it any more.
+func (p *payload) settle(free []*payload) []*payload {
+	s := p.store
+	if _, live := s.live[p]; !live || !p.retired || len(p.claims) > 0 || p.withdrawing > 0 {
+		return free
+	}
+	delete(s.live, p)
+	s.freeing++
+	s.stats.Released++
+	s.stats.Bytes -= p.metadata.Size
+	return append(free, p)
+}
+
+// release frees the memory of payloads that settle gave. Called without the lock.
+func release(free []*payload) {
+	for _, p := range free {
+		p.memory.Release()
+		if p.room != nil {
+			p.room.Close()
+		}
+		s := p.store
+		s.mu.Lock()
+		s.freeing--
+		close(s.idle)
+		s.idle = make(chan struct{})
+		s.mu.Unlock()
+	}
+}
+
+// end takes a claim from its payload, which is retired if it has no other and is not to be kept. If end gives true, the caller
+// calls Store.withdraw, without the lock; otherwise the Offer that is under way does.
+func (p *payload) end(id wire.ID, idle, keep bool) (c *claim, withdraw bool) {
+	c = p.claims[id]
+	delete(p.claims, id)
+	c.ended, c.idle = true, idle
+	p.withdrawing++
+	p.store.tasks.Add(1) // until it is withdrawn
+	if len(p.claims) == 0 && (!keep || p.condemned || p.store.closing) {
+		p.retire(nil) // the withdrawal is still to come: nothing is free yet
+	}
+	return c, c.offering == 0
+}
+
+// keepForRetry moves the lease's end so that a reader that failed can come again. Without it, a payload that another reader has got
+// need not be kept.
+func (p *payload) keepForRetry() {
+	end := time.Now().Add(p.store.o.RetryGrace)
+	if p.consumed || p.leaseEnd.Before(end) {
+		p.leaseEnd = end
+	}
+	p.store.lookAt(p.leaseEnd)
+}
+
+// claimable says whether a claim may be granted now.
+func (p *payload) claimable(c Claim, now time.Time) error {
+	s := p.store
+	held := p.claims[c.ID]
+	switch {
+	case !c.Generation.IsZero() && c.Generation != p.generation:
+		return fmt.Errorf("%w: key %.64q has another generation", ErrNotFound, p.key)
+	case held != nil && held.owner != c.Owner:
+		return fmt.Errorf("%w: the claim is another reader's", ErrNotFound)
+	case held != nil:
+		return nil
+	case s.closing:
+		return ErrClosing
+	case p.condemned:
+		return s.failed(p.key)
+	case len(p.claims) == 0 && !now.Before(p.leaseEnd):
+		return fmt.Errorf("%w: the lease of key %.64q is over", ErrNotFound, p.key)
+	case len(p.claims) >= s.o.MaxClaims:
+		return fmt.Errorf("%w: key %.64q has %d readers", ErrFull, p.key, len(p.claims))
+	}
+	return nil
+}
+
+// failed is the error for a key without a payload.
+func (s *Store) failed(key string) error {
+	if f, ok := s.failures[key]; ok && time.Now().Before(f.until) {
+		return &FailedError{key, f.reason}
+	}
+	return fmt.Errorf("%w: key %.64q", ErrNotFound, key)
+}

@@ -1,0 +1,239 @@
+package stage
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/tensorferry/tensorferry/stage/wire"
+	"pgregory.net/rapid"
+)
+
+// modelPayload is what the model knows of one generation of a key.
+type modelPayload struct {
+	memory     *fakeMemory
+	generation wire.ID
+	leaseEnd   time.Time
+	claims     map[Claim]time.Time // until when; Generation is left out
+	consumed   bool
+	condemned  bool
+	retired    bool
+}
+
+// model is the store written down naively, with a memory that can always be withdrawn.
+type model struct {
+	s    *Store
+	o    Options
+	keys map[string]*modelPayload
+	all  []*modelPayload
+	seen []wire.ID // generations, old ones too
+}
+
+// settle retires what is over, and looks whether exactly the memory of retired payloads is released.
+func (m *model) settle(t *rapid.T) {
+	synctest.Wait()
+	now := time.Now()
+	for key, p := range m.keys {
+		for c, until := range p.claims {
+			if !now.Before(until) {
+				delete(p.claims, c)
+				m.retry(p, until)
+				p.retired = p.retired || len(p.claims) == 0 && (p.consumed || p.condemned)
+			}
+		}
+		if len(p.claims) == 0 && !now.Before(p.leaseEnd) {
+			p.retired = true
+		}
+		if p.retired {
+			delete(m.keys, key)
+		}
+	}
+	for _, p := range m.all {
+		if p.memory.isReleased() != p.retired {
+			t.Fatalf("generation %v: released %v, want %v", p.generation, p.memory.isReleased(), p.retired)
+		}
+	}
+	st := m.s.Stats()
+	claims := 0
+	for _, p := range m.keys {
+		claims += len(p.claims)
+	}
+	if st.Payloads != len(m.keys) || st.Claims != claims || st.Withdrawing != 0 || st.Bytes != int64(len(m.keys)) {
+		t.Fatalf("%+v, want %d payloads with %d claims", st, len(m.keys), claims)
+	}
+}
+
+// retry is the lease of a payload after a reader failed at a time.
+func (m *model) retry(p *modelPayload, at time.Time) {
+	if end := at.Add(m.o.RetryGrace); p.consumed || p.leaseEnd.Before(end) {
+		p.leaseEnd = end
+	}
+}
+
+func (m *model) end(c Claim, consumed bool) (held bool) {
+	p := m.keys[c.Key]
+	k := c
+	k.Generation = wire.ID{}
+	if p == nil || p.generation != c.Generation {
+		return false
+	}
+	if _, held := p.claims[k]; !held {
+		return false
+	}
+	delete(p.claims, k)
+	if consumed {
+		p.consumed = true
+	} else {
+		m.retry(p, time.Now())
+	}
+	p.retired = len(p.claims) == 0 && (consumed || p.condemned)
+	return true
+}
+
+func (m *model) draw(t *rapid.T) Claim {
+	c := Claim{Key: m.key(t), ID: wire.TextID(rapid.SampledFrom([]string{"1", "2", "3"}).Draw(t, "id")), Owner: rapid.SampledFrom([]string{"", "", "o1", "o2"}).Draw(t, "owner")}
+	if p := m.keys[c.Key]; p != nil && rapid.IntRange(0, 3).Draw(t, "now") > 0 {
+		c.Generation = p.generation
+	} else if len(m.seen) > 0 && rapid.Bool().Draw(t, "old") {
+		c.Generation = rapid.SampledFrom(m.seen).Draw(t, "generation")
+	}
+	return c
+}
+
+func (m *model) key(t *rapid.T) string { return rapid.SampledFrom([]string{"a", "b"}).Draw(t, "key") }
+
+func (m *model) put(t *rapid.T) {
+	key := m.key(t)
+	lease := time.Duration(rapid.IntRange(1, 100).Draw(t, "lease")) * time.Second
+	mem := newMemory(t)
+	g, err := m.s.Put(Put{Key: key, Metadata: wire.Metadata{Size: 1}, Memory: mem, Lease: lease})
+	old := m.keys[key]
+	if old != nil && len(old.claims) > 0 {
+		if !errors.Is(err, ErrClaimed) {
+			t.Fatal(err)
+		}
+		return
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if old != nil {
+		old.retired = true
+	}
+	p := &modelPayload{memory: mem, generation: g, leaseEnd: time.Now().Add(lease), claims: make(map[Claim]time.Time)}
+	m.keys[key] = p
+	m.all, m.seen = append(m.all, p), append(m.seen, g)
+}
+
+func (m *model) claim(t *rapid.T) {
+	c := m.draw(t)
+	md, err := m.s.Claim(context.Background(), c)
+	p := m.keys[c.Key]
+	k := c
+	k.Generation = wire.ID{}
+	granted := p != nil && (c.Generation.IsZero() || c.Generation == p.generation)
+	if granted {
+		_, held := p.claims[k]
+		others := false
+		for o := range p.claims {
+			others = others || o.ID == c.ID && o.Owner != c.Owner
+		}
+		granted = !others && (held || !p.condemned)
+	}
+	if granted != (err == nil) {
+		t.Fatalf("claim %+v: %v, want granted %v", c, err, granted)
+	}
+	if err == nil {
+		if md.Generation != p.generation || md.Claim != c.ID {
+			t.Fatalf("%+v", md)
+		}
+		p.claims[k] = time.Now().Add(m.o.Transfer + m.o.Margin)
+	} else if !errors.Is(err, ErrNotFound) && !errors.Is(err, ErrFailed) {
+		t.Fatal(err)
+	}
+}
+
+func (m *model) done(t *rapid.T) {
+	c := m.draw(t)
+	if got, want := m.s.Done(c), m.end(c, true); got != want {
+		t.Fatalf("done %+v: %v, want %v", c, got, want)
+	}
+}
+
+func (m *model) fail(t *rapid.T) {
+	c := m.draw(t)
+	if got, want := m.s.Fail(c), m.end(c, false); got != want {
+		t.Fatalf("fail %+v: %v, want %v", c, got, want)
+	}
+}
+
+func (m *model) drop(t *rapid.T) {
+	owner := rapid.SampledFrom([]string{"o1", "o2"}).Draw(t, "owner")
+	m.s.Drop(owner)
+	for _, p := range m.keys {
+		for c := range p.claims {
+			if c.Owner == owner {
+				delete(p.claims, c)
+				m.retry(p, time.Now())
+				p.retired = len(p.claims) == 0 && (p.consumed || p.condemned)
+			}
+		}
+	}
+}
+
+func (m *model) cleanup(t *rapid.T) {
+	key := m.key(t)
+	err := m.s.Cleanup(key)
+	p := m.keys[key]
+	if claimed := p != nil && len(p.claims) > 0; claimed != errors.Is(err, ErrClaimed) || !claimed && err != nil {
+		t.Fatal(err)
+	}
+	if p != nil && err == nil {
+		p.retired = true
+	}
+}
+
+func (m *model) abort(t *rapid.T) {
+	key := m.key(t)
+	m.s.Abort(key, "reason")
+	if p := m.keys[key]; p != nil {
+		p.condemned = true
+		p.retired = len(p.claims) == 0
+	}
+}
+
+func (m *model) sleep(t *rapid.T) {
+	time.Sleep(time.Duration(rapid.IntRange(1, 60).Draw(t, "seconds")) * time.Second)
+}
+
+func TestTheStoreBehavesAsItsModel(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		rapid.Check(struct{ rapid.TB }{t}, func(t *rapid.T) { // not a *testing.T: a bubble has no Deadline
+			o := Options{Transfer: 30 * time.Second, Margin: 10 * time.Second, RetryGrace: 15 * time.Second, FailureKept: 20 * time.Second}
+			s, err := NewStore(o)
+			if err != nil {
+				t.Fatal(err)
+			}
+			m := &model{s: s, o: o, keys: make(map[string]*modelPayload)}
+			defer func() {
+				ctx, cancel := context.WithCancel(context.Background())
+				cancel()
+				if err := s.Close(ctx, time.Second); err != nil {
+					t.Error(err)
+				}
+				for _, p := range m.all {
+					if !p.memory.isReleased() {
+						t.Error(fmt.Sprintf("generation %v is left after Close", p.generation))
+					}
+				}
+			}()
+			t.Repeat(map[string]func(*rapid.T){
+				"put": m.put, "claim": m.claim, "claim again": m.claim, "done": m.done, "fail": m.fail, "drop": m.drop,
+				"cleanup": m.cleanup, "abort": m.abort, "sleep": m.sleep, "": m.settle,
+			})
+		})
+	})
+}
