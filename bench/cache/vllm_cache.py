@@ -1,8 +1,8 @@
 """vLLM's own EmbeddingCache for the comparison with ours, driven by lines on stdin.
 
   pool BLOCKS SIZE       a full pool of entries of SIZE blocks; answers "ok"
-  evict N                N times alloc + mark_ready, each of which evicts an entry; answers the seconds
-  pin N                  N times pin_if_ready + unpin, over the keys of the last turn of evict; answers the seconds
+  evict N                N times alloc + mark_ready, each of which evicts an entry; answers the seconds of processor time
+  pin N                  N times pin_if_ready + unpin, over the keys of the last turn of evict; answers the seconds of processor time
   trace FILE             runs a trace (see trace.go); answers "HITS ALLOCATIONS WHOLE REFUSED"
 """
 import os
@@ -71,19 +71,19 @@ def main():
             turn = [keys[(at + i) % KEYS] for i in range(int(args[0]))]
             at += len(turn)
             last = turn
-            start = time.perf_counter()
+            start = time.process_time()
             for k in turn:
                 cache.alloc(k, size)
                 cache.mark_ready(k)
-            answer = time.perf_counter() - start
+            answer = time.process_time() - start
         elif op == "pin":
             n = int(args[0])
             turn = [last[-1 - i % min(len(last), 32)] for i in range(n)]
-            start = time.perf_counter()
+            start = time.process_time()
             for k in turn:
                 cache.pin_if_ready(k)
                 cache.unpin(k)
-            answer = time.perf_counter() - start
+            answer = time.process_time() - start
         elif op == "trace":
             answer = trace(args[0])
         print(answer, file=ANSWERS)
