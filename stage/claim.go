@@ -47,11 +47,7 @@ func (s *Store) Claim(ctx context.Context, c Claim) (*wire.Metadata, error) {
 	s.lookAt(held.deadline)
 	s.mu.Unlock()
 
-	m := p.metadata
-	m.Claim = c.ID
-	if c.Owner != "" {
-		m.Ferry = &wire.FerryMetadata{LeaseMS: s.o.Transfer.Milliseconds()}
-	}
+	m := p.offer(c)
 	ctx, cancel := context.WithCancel(ctx)
 	unhook := context.AfterFunc(s.ctx, cancel)
 	err := p.memory.Offer(ctx, held.grant, &m)
@@ -77,6 +73,20 @@ func (s *Store) Claim(ctx context.Context, c Claim) (*wire.Metadata, error) {
 		err = s.ended(c.Key)
 	}
 	return nil, err
+}
+
+// offer is what a claim's reader is told, without the descriptors.
+func (p *payload) offer(c Claim) wire.Metadata {
+	m := p.metadata
+	m.Claim, m.Ferry = c.ID, nil
+	if c.Owner == "" {
+		return m
+	}
+	m.Ferry = &wire.FerryMetadata{LeaseMS: p.store.o.Transfer.Milliseconds()}
+	if f := p.metadata.Ferry; f != nil {
+		m.Ferry.Top, m.Ferry.Sum = f.Top, f.Sum
+	}
+	return m
 }
 
 // ended is the error for a claim that ended while it was being granted.

@@ -207,7 +207,8 @@ func (s *Store) Reserve(ctx context.Context, n int64) (*Room, error) {
 // Put is a payload to publish.
 type Put struct {
 	Key string
-	// Metadata says what the payload is: Kind, Specs, Size, SenderHost, SenderPort. The rest is filled in for each claim.
+	// Metadata says what the payload is: Kind, Specs, Size, SenderHost, SenderPort; for own readers also Ferry's Top and Sum, if it
+	// is not nil. The rest is filled in for each claim.
 	Metadata wire.Metadata
 	Memory   Memory
 	Room     *Room         // may be nil
@@ -229,7 +230,7 @@ func (s *Store) Put(p Put) (generation wire.ID, err error) {
 		store: s, key: p.Key, metadata: p.Metadata, memory: p.Memory, room: p.Room,
 		generation: wire.NewID(), leaseEnd: now.Add(p.Lease), claims: make(map[wire.ID]*claim),
 	}
-	n.metadata.Generation, n.metadata.Legacy, n.metadata.Claim, n.metadata.Ferry = n.generation, false, wire.ID{}, nil
+	n.metadata.Generation, n.metadata.Legacy, n.metadata.Claim = n.generation, false, wire.ID{}
 
 	var free []*payload
 	defer func() { release(free) }()

@@ -3,6 +3,7 @@ package tensor
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"strconv"
@@ -125,7 +126,7 @@ func readAt(r io.ReaderAt, b []byte, off int64) error {
 	switch {
 	case n == len(b):
 		return nil
-	case err == io.EOF:
+	case errors.Is(err, io.EOF):
 		return fmt.Errorf("%w: it ends at byte %d", ErrFile, off+int64(n))
 	}
 	return fmt.Errorf("tensor: reading at byte %d: %w", off+int64(n), err)

@@ -18,8 +18,11 @@ func DecodeMetadata(b []byte) (*Metadata, error) {
 	at := r
 	m, err := r.metadata()
 	if err != nil {
-		if other := at.otherSchema(); other != nil {
-			return nil, other
+		// Metadata of another schema may differ in anything: it is told from what is malformed.
+		if at.findSchema() {
+			if other := at.schema(); other != nil {
+				return nil, other
+			}
 		}
 		return nil, err
 	}
@@ -118,22 +121,22 @@ func (r *reader) schema() error {
 	return nil
 }
 
-// otherSchema tells metadata of another schema, whatever it has, from what is malformed: nil for the latter.
-func (r reader) otherSchema() error {
+// findSchema goes to the schema's version, if there is one.
+func (r *reader) findSchema() bool {
 	n, err := r.fields()
 	if err != nil {
-		return nil
+		return false
 	}
 	for range n {
 		name, err := r.next()
 		if err == nil && string(name) == fieldSchema {
-			return r.schema()
+			return true
 		}
 		if err != nil || r.skip() != nil {
-			return nil
+			return false
 		}
 	}
-	return nil
+	return false
 }
 
 func (r *reader) kind() (Kind, error) {
