@@ -21,7 +21,9 @@ import (
 // A region is adopted if it is this user's file of this identity, geometry and format version, was made since the machine booted,
 // still waits for its owner (Options.Keep), and its slot table is sound. It keeps its entries, clients, generations and port, and
 // its epoch is one higher. What is in its slots is true as of the owner's death: no ready entry is half written, and nobody but
-// clients may still write to a filling one, since no thread of a process is left when its lock is free.
+// clients may still write to a filling one: no thread of a process is left when its lock is free, and Take waits for processes that
+// wrote on the owner's behalf. Such a process holds a read lock on the file's first byte for as long as it lives (F_OFD_SETLK, of
+// the description that it maps). ErrInUse if one does not end.
 //
 // Anything else that a dead owner of this identity left is reaped, and Replaced says why. Processes that have it mapped keep it.
 func Take(ctx context.Context, o Options) (*Region, error) {
@@ -97,6 +99,9 @@ func (r *Region) adopt(ctx context.Context, dir *os.File, o Options, k kernel) (
 	if a := r.table.Audit(); len(a.Problems) > 0 {
 		return fmt.Sprintf("its slot table is damaged in %d places: %v", len(a.Problems), a.Problems[0]), nil
 	}
+	if err := awaitWriters(ctx, r.file); err != nil {
+		return "", err
+	}
 	if err := populate(ctx, r.mem, k); err != nil {
 		return "", err
 	}
@@ -110,6 +115,34 @@ func (r *Region) adopt(ctx context.Context, dir *os.File, o Options, k kernel) (
 	atomic.StoreUint64(headerWord(r.mem, offOwner), uint64(r.header.owner))
 	atomic.StoreUint64(headerWord(r.mem, offAdoptUntil), uint64(adoptUntil(o.Keep)))
 	return "", nil
+}
+
+const (
+	writersTimeout = 10 * time.Second // they die with their owner, of a signal that comes at once
+	writersPoll    = 2 * time.Millisecond
+)
+
+// awaitWriters returns when nobody writes on the dead owner's behalf any more.
+func awaitWriters(ctx context.Context, f *os.File) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, writersTimeout,
+		fmt.Errorf("%w: a process that the dead owner started to write the file still lives: end it", ErrInUse))
+	defer cancel()
+	tick := time.NewTicker(writersPoll)
+	defer tick.Stop()
+	for {
+		l := unix.Flock_t{Type: unix.F_WRLCK, Len: 1}
+		if err := unix.FcntlFlock(f.Fd(), unix.F_OFD_GETLK, &l); err != nil {
+			return fmt.Errorf("looking for writers: %w", err)
+		}
+		if l.Type == unix.F_UNLCK {
+			return nil
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
 }
 
 // whyNotWaiting is empty while the file waits for the restart of its owner.

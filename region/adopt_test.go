@@ -321,6 +321,46 @@ func TestClientRowsAreWholeOrFree(t *testing.T) {
 	}
 }
 
+// childWrite: holds the lock of a process that writes descriptor 3 on its owner's behalf, until it is killed.
+func childWrite([]string) {
+	must(0, unix.FcntlFlock(3, unix.F_OFD_SETLK, &unix.Flock_t{Type: unix.F_RDLCK, Len: 1}))
+	fmt.Println("writing")
+	bufio.NewScanner(os.Stdin).Scan()
+}
+
+func TestARestartWaitsForProcessesThatWroteForTheOwner(t *testing.T) {
+	dir := shmDir(t)
+	r := mustTake(t, keptOptions(dir))
+	f := must(r.Reopen(true))
+	writer := startChild(t, "write", []*os.File{f})
+	f.Close() // the lock is the description's, which the child has as well
+	writer.hear()
+	if err := r.Close(false); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+	defer cancel()
+	if r, err := Take(ctx, keptOptions(dir)); !errors.Is(err, context.DeadlineExceeded) {
+		t.Fatalf("%v, %v", r, err)
+	}
+	wantFiles(t, dir, smallName)
+	took := make(chan error, 1)
+	go func() {
+		r, err := Take(t.Context(), keptOptions(dir))
+		if err == nil {
+			if !r.Adopted() {
+				err = errors.New("not adopted")
+			}
+			err = errors.Join(err, r.Close(true))
+		}
+		took <- err
+	}()
+	writer.kill()
+	if err := <-took; err != nil {
+		t.Error(err)
+	}
+}
+
 // BenchmarkTake is a restart's part of this package, a GiB a run.
 func BenchmarkTake(b *testing.B) {
 	dir, err := os.MkdirTemp(DefaultDir, "ferry-test-")

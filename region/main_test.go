@@ -23,6 +23,7 @@ var children = map[string]func(args []string){
 	"attach":  childAttach,
 	"rlimit":  childRlimit,
 	"keep":    childKeep,
+	"write":   childWrite,
 }
 
 func TestMain(m *testing.M) {
