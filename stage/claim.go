@@ -22,7 +22,7 @@ type Claim struct {
 // that none leaves without one. A claim that is held already is answered again, and its time starts anew.
 //
 // Errors: ErrNotFound (a plain reader is told so whatever the error), ErrFailed, ErrClosing, ErrFull, and those of Memory.Offer,
-// which end the claim.
+// which end a claim that was never answered.
 func (s *Store) Claim(ctx context.Context, c Claim) (*wire.Metadata, error) {
 	s.mu.Lock()
 	p := s.payloads[c.Key]
@@ -56,7 +56,9 @@ func (s *Store) Claim(ctx context.Context, c Claim) (*wire.Metadata, error) {
 
 	s.mu.Lock()
 	held.offering--
-	if err != nil && !held.ended {
+	held.offered = held.offered || err == nil
+	// A claim that was answered before stays: its reader may be reading.
+	if err != nil && !held.ended && !held.offered && held.offering == 0 {
 		s.stats.Failed++
 		p.keepForRetry()
 		p.end(c.ID, true, true)
@@ -64,6 +66,9 @@ func (s *Store) Claim(ctx context.Context, c Claim) (*wire.Metadata, error) {
 	ended, last := held.ended, held.offering == 0
 	s.mu.Unlock()
 	if !ended {
+		if err != nil {
+			return nil, err
+		}
 		return &m, nil
 	}
 	if last {

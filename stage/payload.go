@@ -32,7 +32,8 @@ type claim struct {
 	owner    string
 	grant    string
 	deadline time.Time
-	offering int // calls of Offer under way
+	offering int  // calls of Offer under way
+	offered  bool // one of them succeeded: descriptors may be out
 	ended    bool
 	idle     bool // as the end was: see Memory.Withdraw
 }

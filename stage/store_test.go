@@ -344,6 +344,26 @@ func TestAnOfferThatFailsEndsTheClaimNotThePayload(t *testing.T) {
 	})
 }
 
+func TestARepeatedClaimThatCannotBeAnsweredKeepsTheFirst(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newStore(t, Options{})
+		mem, g := put(t, s, "k")
+		c := claimOf("k", g, "a")
+		mustClaim(t, s, c)
+		mem.refuse = errors.New("no agent")
+		if _, err := s.Claim(t.Context(), c); !errors.Is(err, mem.refuse) {
+			t.Error(err)
+		}
+		if s.Stats().Claims != 1 || mem.withdraw != 0 {
+			t.Error("ended under its reader")
+		}
+		if !s.Done(c) {
+			t.Error("the claim was lost")
+		}
+		closeStore(t, s)
+	})
+}
+
 func TestRoomHoldsProducersBackInTheirOrder(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStore(t, Options{MaxBytes: 100})
