@@ -373,6 +373,7 @@ func (c *consumer) pullAll(address string, sizes map[string]int) {
 	c.t.Helper()
 	c.ask(address, sizes)
 	for key, p := range c.ends(len(sizes)) {
+		c.t.Logf("%d bytes: %s after %.1f ms", sizes[key], p.Result, p.MS)
 		if p.Result != "pulled" || !p.Good {
 			c.t.Errorf("%s, %d bytes: %s, bytes right: %v", key, sizes[key], p.Result, p.Good)
 		}

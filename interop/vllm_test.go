@@ -26,6 +26,7 @@ func (n *nodeProcess) wantOutcomes(got map[string]client.FetchResult, sizes map[
 			n.t.Errorf("%s: %v (%s), want %v", key, r.Outcome, r.Reason, want)
 			continue
 		}
+		n.t.Logf("%d bytes: %v after %v", size, r.Outcome, r.Elapsed)
 		if want != ec.FetchReady {
 			continue
 		}

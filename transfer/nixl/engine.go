@@ -168,6 +168,9 @@ func (e *engine) post(r readOp, done func(error)) {
 	}
 	f := &flying{request: request, remote: remote, done: done}
 	over, err := request.Post()
+	for i := 0; i < pollAtOnce && !over && err == nil; i++ {
+		over, err = request.Status()
+	}
 	if over || err != nil {
 		e.finish(f, err)
 		return
@@ -218,8 +221,10 @@ func (e *engine) finish(f *flying, err error) {
 
 // Polling of READs in flight: without a pause while they are young, since small ones end in microseconds, then with pauses of a part
 // of the time since the last one began or ended, so that what a pause adds stays a small part of what the READ takes. A READ of a
-// frozen peer is looked at every pollSlowest for as long as it takes.
+// frozen peer is looked at every pollSlowest for as long as it takes. The first pollAtOnce looks need no other goroutine: over shared
+// memory only the notification is still to go then.
 const (
+	pollAtOnce  = 20
 	pollSpin    = 100 * time.Microsecond
 	pollPart    = 50
 	pollFirst   = 20 * time.Microsecond

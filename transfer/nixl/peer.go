@@ -130,13 +130,15 @@ func (c *peer) Read(ctx context.Context, r transfer.ReadRequest) (transfer.Read,
 	}
 	c.reads[rd] = struct{}{}
 	c.mu.Unlock()
-	note := slices.Clone(r.Notification)
+	// A notification costs the peer wake-ups, and the READ a wait: over shared memory the bytes are there when the request is posted.
+	end := readOp{peer: id, notify: r.Notification != nil, note: slices.Clone(r.Notification)}
 	if direct {
-		a.read(readOp{peer: id, pieces: pieces, notify: true, note: note}, rd.end)
+		end.pieces = pieces
+		a.read(end, rd.end)
 		return rd, nil
 	}
 	parts := span.Split(slices.Clone(r.Remote), slices.Clone(r.Local), total, int((total+bounceSlot-1)/bounceSlot))
-	go rd.staged(id, bounce, parts, note)
+	go rd.staged(end, bounce, parts)
 	return rd, nil
 }
 
@@ -219,8 +221,8 @@ func (r *read) end(err error) {
 	}
 }
 
-// staged reads part by part into a slot of the bounce buffer, and copies from there.
-func (r *read) staged(id uint64, bounce *memory, parts []span.Part, note []byte) {
+// staged reads part by part into a slot of the bounce buffer, and copies from there. last is the READ of the last part, less its pieces.
+func (r *read) staged(last readOp, bounce *memory, parts []span.Part) {
 	r.end(func() error {
 		var slot []byte
 		select {
@@ -231,13 +233,12 @@ func (r *read) staged(id uint64, bounce *memory, parts []span.Part, note []byte)
 		ended := make(chan error, 1)
 		defer func() { bounce.slots <- slot }()
 		for i, part := range parts {
-			op := readOp{peer: id}
-			var err error
+			op, err := readOp{peer: last.peer}, error(nil)
+			if i == len(parts)-1 {
+				op = last
+			}
 			if op.pieces, err = r.peer.layout.pieces(part.Remote, []local{{bounce.id, bounce.offsetOf(slot), uint64(part.Bytes)}}); err != nil {
 				return err
-			}
-			if i == len(parts)-1 {
-				op.notify, op.note = true, note
 			}
 			r.agent.read(op, func(err error) { ended <- err })
 			if err := <-ended; err != nil {
