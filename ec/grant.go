@@ -44,6 +44,8 @@ type grant struct {
 	source  string
 	burned  bool
 	told    []*incarnation // plain: of the agent, by acks for this grant
+	acks    int            // plain: sent for this grant; the peer may act on each of them
+	read    int            // plain: READs complete
 	offers  []wire.PlaneOffer
 	revoke  []transfer.Registration
 	expires time.Time
@@ -64,12 +66,19 @@ type grantTable struct {
 	burned   usage
 }
 
-// plainSession is what decides whether an ack to a plain peer carries the descriptor of the whole region.
+// plainSession is what is known of one session of a plain peer. It decides whether an ack carries the descriptor of the whole
+// region, and when an incarnation of the agent may end.
 type plainSession struct {
 	agent       *incarnation // that the counts below are about
 	descriptors int
 	read        bool // a READ is complete, so the peer has the agent and its descriptor
 	grants      int
+
+	conn    string         // routing id of the connection that asked last
+	gone    time.Time      // when that connection ended; zero while it stands
+	knows   []*incarnation // that acks to this session named
+	moved   *incarnation   // the newest on which a READ is complete that can have used no other
+	movedAt time.Time
 }
 
 func newGrantTable() grantTable {
@@ -154,6 +163,8 @@ func (t *grantTable) burn(g *grant) {
 	g.lease, g.burned = nil, true
 	t.burned.grants++
 	t.burned.blocks += g.blocks
+	u := g.pool.burned[g.source]
+	g.pool.burned[g.source] = usage{u.grants + 1, u.blocks + g.blocks}
 	// The peer may have dropped the ack that carried the descriptor.
 	s := t.plainSession(g.session)
 	s.descriptors, s.read = 0, false
@@ -163,6 +174,11 @@ func (t *grantTable) unburn(g *grant) {
 	g.burned = false
 	t.burned.grants--
 	t.burned.blocks -= g.blocks
+	if u := g.pool.burned[g.source]; u.grants > 1 {
+		g.pool.burned[g.source] = usage{u.grants - 1, u.blocks - g.blocks}
+	} else {
+		delete(g.pool.burned, g.source)
+	}
 }
 
 func (t *grantTable) join(g *grant) {
@@ -184,17 +200,22 @@ func (t *grantTable) leave(g *grant) {
 	}
 }
 
-// plainSession finds or makes one. Forgetting one that has no grants only means that a descriptor is sent once more.
+// plainSession finds or makes one. Where there are too many, one that is gone and has no grants is forgotten, else one that has no
+// grants: it gets a descriptor once more, and an agent that it knows may end before it has another.
 func (t *grantTable) plainSession(session string) *plainSession {
 	s := t.plain[session]
 	if s == nil {
 		if len(t.plain) >= maxPlainSessions {
+			victim := ""
 			for name, old := range t.plain {
 				if old.grants == 0 {
-					delete(t.plain, name)
-					break
+					victim = name
+					if !old.gone.IsZero() {
+						break
+					}
 				}
 			}
+			delete(t.plain, victim)
 		}
 		s = &plainSession{}
 		t.plain[session] = s
@@ -229,6 +250,9 @@ func (p *Producer) overLimit(g *grant) string {
 	if over(g.pool.total, p.o.TotalShare) {
 		return fmt.Sprintf("%.0f%% of the pool to all peers", 100*p.o.TotalShare)
 	}
+	if g.plain {
+		return g.pool.overBurned(g.source)
+	}
 	return ""
 }
 
@@ -246,10 +270,6 @@ func (p *Producer) end(g *grant, how ending) bool {
 	ok := p.grants.remove(g)
 	if ok && how == endLetGo {
 		p.stats.LetGo++
-	}
-	if ok && how == endVerified && g.plain {
-		p.grants.plainSession(g.session).read = true
-		p.stats.Notified++
 	}
 	p.mu.Unlock()
 	if ok {
@@ -298,6 +318,9 @@ func (p *Producer) expire() {
 		ended = append(ended, g)
 	}
 	p.arm()
+	for _, pool := range p.order {
+		p.considerRotation(pool)
+	}
 	p.mu.Unlock()
 	p.reaper.add(ended...)
 }

@@ -69,6 +69,8 @@ type servedPool struct {
 	agent    *incarnation
 	total    usage
 	bySource map[string]usage
+	burned   map[string]usage // by source
+	rotation rotation
 }
 
 // Producer answers peers that ask for entries of its pools: pin, grant, ack, and let go at verify, notification or lease.
@@ -130,7 +132,10 @@ func (p *Producer) register(ctx context.Context, sp ServedPool) error {
 	if _, twice := p.pools[hash]; twice {
 		return fmt.Errorf("ec: two pools with the same compatibility hash (%s)", describe(sp.Compat))
 	}
-	pool := &servedPool{cache: sp.Cache, compat: sp.Compat, blocks: sp.Cache.Stats().Blocks, bySource: map[string]usage{}}
+	pool := &servedPool{
+		cache: sp.Cache, compat: sp.Compat, blocks: sp.Cache.Stats().Blocks, bySource: map[string]usage{}, burned: map[string]usage{},
+		rotation: rotation{moved: make(chan struct{}, 1)},
+	}
 	p.pools[hash] = pool
 	p.order = append(p.order, pool)
 	for _, plane := range sp.Planes {
@@ -377,10 +382,7 @@ func (p *Producer) notified(pool *servedPool, n transfer.Notification) {
 		p.log.warn("notification", "", "a notification was dropped", "err", err)
 		return
 	}
-	p.mu.Lock()
-	g := p.grants.byKey[grantKey{pool, true, session, key}]
-	p.mu.Unlock()
-	if g != nil && p.end(g, endVerified) {
+	if g := p.readByPlain(grantKey{pool, true, session, key}); g != nil && p.end(g, endVerified) {
 		g.pool.cache.DropHold(key)
 	}
 }
@@ -433,6 +435,11 @@ func (p *Producer) Close() error {
 	p.closed = true
 	if p.timer != nil {
 		p.timer.Stop()
+	}
+	for _, pool := range p.order {
+		if pool.rotation.due != nil {
+			pool.rotation.due.Stop()
+		}
 	}
 	ended := p.grants.removeAll()
 	p.mu.Unlock()

@@ -2,6 +2,7 @@ package ec
 
 import (
 	"slices"
+	"time"
 
 	"github.com/tensorferry/tensorferry/control"
 	"github.com/tensorferry/tensorferry/ec/wire"
@@ -92,8 +93,40 @@ func (p *Producer) fillPlain(ack *wire.Ack, g *grant) {
 	if p.grants.descriptorDue(g.session, agent) {
 		ack.MemDescriptor = agent.descriptor
 	}
-	g.told = slices.DeleteFunc(g.told, (*incarnation).over)
-	if !slices.Contains(g.told, agent) {
-		g.told = append(g.told, agent)
+	g.acks++
+	g.told = remember(g.told, agent)
+	s := p.grants.plainSession(g.session)
+	s.knows = remember(s.knows, agent)
+	s.conn, s.gone = g.conn, time.Time{}
+}
+
+func remember(all []*incarnation, i *incarnation) []*incarnation {
+	all = slices.DeleteFunc(all, (*incarnation).over)
+	if !slices.Contains(all, i) {
+		all = append(all, i)
 	}
+	return all
+}
+
+// readByPlain counts a complete READ. It returns the grant if that was the last one that the peer may do: a peer acts on each ack
+// it was sent, whenever it comes to it, so a grant that was acked twice is READ twice, or not, and cannot be ended by the first.
+func (p *Producer) readByPlain(id grantKey) *grant {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	g := p.grants.byKey[id]
+	if g == nil {
+		return nil
+	}
+	p.stats.Notified++
+	g.read++
+	s := p.grants.plainSession(g.session)
+	s.read = true
+	if len(g.told) == 1 && g.told[0] != s.moved {
+		s.moved, s.movedAt = g.told[0], time.Now()
+		p.sessionsMoved()
+	}
+	if g.read < g.acks {
+		return nil
+	}
+	return g
 }

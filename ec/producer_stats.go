@@ -13,6 +13,7 @@ type ProducerStats struct {
 	VerifiesFailed uint64 // own peers that were told to read again
 	Notified       uint64 // plain peers' READs complete
 	AgentGone      uint64 // grants of plain peers that ended with the agent that served them
+	Rotations      uint64 // of the agent that serves plain peers
 	LetGo          uint64 // grants given up before a READ was complete
 	BadFrames      uint64 // frames and notifications that were dropped
 	Capped         uint64 // requests over a limit, answered MISSING
@@ -23,6 +24,7 @@ type ProducerStats struct {
 	GrantedBlocks int // blocks under live grants, counted once a grant
 	Burned        int // grants of plain peers that are past their lease and not read
 	BurnedBlocks  int
+	Retiring      int // pools whose former agent still serves sessions that know it
 }
 
 // Stats is a snapshot.
@@ -33,6 +35,9 @@ func (p *Producer) Stats() ProducerStats {
 	s.Grants = len(p.grants.byID)
 	for _, pool := range p.order {
 		s.GrantedBlocks += pool.total.blocks
+		if pool.rotation.retiring != nil {
+			s.Retiring++
+		}
 	}
 	s.Burned, s.BurnedBlocks = p.grants.burned.grants, p.grants.burned.blocks
 	return s

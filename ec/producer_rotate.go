@@ -1,0 +1,220 @@
+package ec
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/tensorferry/tensorferry/control"
+)
+
+// A plain peer that was sent an ack may READ what it names at any time, and cannot be told to stop. Where it never does (it died, or
+// aborted the request), only the end of the agent that its acks named frees the memory. So the agent is rotated: a new incarnation
+// goes into all acks from now on, and the former one ends when nobody who knows it will use it any more. It must not end earlier: a
+// vLLM engine whose READ meets a dead agent that it knows ends with it.
+
+// Rotator may be implemented by a PlainServer whose agent can be replaced while the former one goes on serving.
+type Rotator interface {
+	// Rotate starts another incarnation, which Agent gives from its return on. end ends the former one and returns when nothing can
+	// be read by it any more; its gone is closed then.
+	Rotate(ctx context.Context) (end func(), err error)
+}
+
+const (
+	burnedSourceShare = 0.05             // of a pool's blocks that may be burned by one source
+	burnedTotalShare  = 0.25             // and by all
+	burnedTime        = 5 * time.Minute  // burned grants are got rid of after that, however few they are
+	rotateTimeout     = 30 * time.Second // for a new incarnation to be up
+	rotateRetry       = 30 * time.Second // after one that did not come up
+	sessionGone       = 5 * time.Minute  // a session whose connection ended does nothing more after that
+	// A READ that was posted before a session's first one on the new incarnation: vLLM gives it 20 s, and its memory 60 s more.
+	lastReads = 90 * time.Second
+)
+
+// rotation is the state of a pool's rotation, under the producer's lock.
+type rotation struct {
+	running  bool
+	retiring *incarnation  // serves its old sessions until they have moved; nil: no former one is left
+	moved    chan struct{} // capacity 1: a session has moved, or is gone
+	due      *time.Timer   // looks at burned grants again
+}
+
+// overBurned names the limit of burned grants that keeps one more grant from a plain peer, or "". While a former incarnation is being
+// retired twice as much may be burned: the peer has to be able to READ on the new one.
+func (sp *servedPool) overBurned(source string) string {
+	share := 1.0
+	if sp.rotation.retiring != nil {
+		share = 2
+	}
+	if u := sp.burned[source]; u.grants > 0 && float64(u.blocks) > share*burnedSourceShare*float64(sp.blocks) {
+		return fmt.Sprintf("%d blocks acked to that source and not read", u.blocks)
+	}
+	if u := sp.burnedTotal(); u.grants > 0 && float64(u.blocks) > share*burnedTotalShare*float64(sp.blocks) {
+		return fmt.Sprintf("%d blocks acked to plain peers and not read", u.blocks)
+	}
+	return ""
+}
+
+func (sp *servedPool) burnedTotal() (all usage) {
+	for _, u := range sp.burned {
+		all.grants += u.grants
+		all.blocks += u.blocks
+	}
+	return all
+}
+
+// considerRotation rotates the pool's agent if too much is burned, and else looks again when what is burned now has been for
+// burnedTime. Called with the lock held.
+func (p *Producer) considerRotation(pool *servedPool) {
+	r := &pool.rotation
+	rotator, ok := pool.plain.(Rotator)
+	if !ok || r.running || p.closed || len(pool.burned) == 0 {
+		return
+	}
+	over := float64(pool.burnedTotal().blocks) > burnedTotalShare*float64(pool.blocks)
+	for _, u := range pool.burned {
+		over = over || float64(u.blocks) > burnedSourceShare*float64(pool.blocks)
+	}
+	if !over && !p.burnedFor(pool, burnedTime) {
+		p.lookAgain(pool, burnedTime/4)
+		return
+	}
+	r.running = true
+	p.watchers.Go(func() { p.rotate(pool, rotator) })
+}
+
+// burnedFor tells whether a grant has been burned for so long. Called with the lock held.
+func (p *Producer) burnedFor(pool *servedPool, d time.Duration) bool {
+	for _, g := range p.grants.byID {
+		if g.burned && g.pool == pool && time.Since(g.expires) >= d {
+			return true
+		}
+	}
+	return false
+}
+
+// lookAgain calls considerRotation after d, unless that is to come already. Called with the lock held.
+func (p *Producer) lookAgain(pool *servedPool, d time.Duration) {
+	r := &pool.rotation
+	if r.due != nil {
+		return
+	}
+	r.due = time.AfterFunc(d, func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		r.due = nil
+		p.considerRotation(pool)
+	})
+}
+
+// rotate replaces the agent and retires the former one.
+func (p *Producer) rotate(pool *servedPool, rotator Rotator) {
+	defer p.rotated(pool)
+	ctx, cancel := context.WithTimeout(context.Background(), rotateTimeout)
+	defer cancel()
+	go func() {
+		select {
+		case <-p.closing:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+
+	p.mu.Lock()
+	former := pool.agent
+	p.mu.Unlock()
+	end, err := rotator.Rotate(ctx)
+	if err != nil {
+		p.log.warn("rotate", "", "the agent that serves plain peers could not be replaced; what they were granted and have not read stays", "err", err)
+		return
+	}
+	p.mu.Lock()
+	pool.rotation.retiring = former
+	p.stats.Rotations++
+	p.agent(pool)
+	p.mu.Unlock()
+	if former == nil {
+		end()
+		return
+	}
+
+	check := time.NewTicker(lastReads / 9)
+	defer check.Stop()
+	for !p.retired(pool, former) {
+		select {
+		case <-pool.rotation.moved:
+		case <-check.C:
+		case <-former.gone:
+		case <-p.closing:
+			return // the registration's Close ends all incarnations
+		}
+	}
+	end()
+}
+
+// rotated is the end of rotate.
+func (p *Producer) rotated(pool *servedPool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	pool.rotation.running, pool.rotation.retiring = false, nil
+	if !p.closed && len(pool.burned) > 0 {
+		p.lookAgain(pool, rotateRetry)
+	}
+}
+
+// retired tells whether no session will use the incarnation any more.
+func (p *Producer) retired(pool *servedPool, former *incarnation) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if former.over() {
+		return true
+	}
+	reading := map[string]bool{} // sessions with a grant that the former one may still serve
+	for _, g := range p.grants.byID {
+		if g.plain && g.pool == pool && knows(g.told, former) {
+			reading[g.session] = true
+		}
+	}
+	for name, s := range p.grants.plain {
+		if !knows(s.knows, former) {
+			continue
+		}
+		gone := !s.gone.IsZero() && time.Since(s.gone) >= sessionGone
+		// Acks of a session are acted on in their order: who has READ on the new incarnation has acted on all acks of the former one.
+		moved := s.moved != nil && s.moved != former && s.moved == pool.agent && (!reading[name] || time.Since(s.movedAt) >= lastReads)
+		if !gone && !moved {
+			return false
+		}
+	}
+	return true
+}
+
+func knows(all []*incarnation, i *incarnation) bool {
+	for _, k := range all {
+		if k == i {
+			return true
+		}
+	}
+	return false
+}
+
+// sessionsMoved wakes the rotations. Called with the lock held.
+func (p *Producer) sessionsMoved() {
+	for _, pool := range p.order {
+		select {
+		case pool.rotation.moved <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// Left implements control.LeaveHandler.
+func (p *Producer) Left(from control.Source) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, s := range p.grants.plain {
+		if s.conn == from.ID && s.gone.IsZero() {
+			s.gone = time.Now()
+		}
+	}
+}

@@ -1,0 +1,157 @@
+package ec
+
+import (
+	"context"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/tensorferry/tensorferry/control"
+	"github.com/tensorferry/tensorferry/ec/wire"
+	"github.com/tensorferry/tensorferry/transfer"
+)
+
+// Rotate implements Rotator.
+func (a *agent) Rotate(context.Context) (end func(), err error) {
+	a.all.mu.Lock()
+	defer a.all.mu.Unlock()
+	former := a.gone
+	a.all.rotations++
+	a.name, a.gone = a.name+"'", make(chan struct{})
+	return func() { close(former) }, nil
+}
+
+func (p *agents) rotated() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.rotations
+}
+
+// rotating is a stand with a pool of 100 blocks and an agent that can be rotated.
+func rotating(t *testing.T) (*stand, *agents, *agent) {
+	s, plane := plainStand(t, 100)
+	return s, plane, plane.byName["agent-0"]
+}
+
+func (s *stand) session(key, session, conn string) *wire.Ack {
+	r := s.plain(key)
+	r.Session = session
+	return s.from(r, control.Source{ID: conn, Addr: "10.0.0." + conn})
+}
+
+func TestMemoryThatADeadPlainPeerNeverReadIsFreeAfterARotation(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, plane, _ := rotating(t)
+		save(t, s.cache, "img", 10)
+		s.session("img", "s-1", "1")
+		s.producer.Left(control.Source{ID: "1"})
+		time.Sleep(31 * time.Second)
+		synctest.Wait()
+		if st := s.producer.Stats(); plane.rotated() != 1 || st.Burned != 1 || st.Retiring != 1 {
+			t.Errorf("10 of 100 blocks burned by one source: %d rotations, %+v", plane.rotated(), st)
+		}
+		time.Sleep(sessionGone)
+		synctest.Wait()
+		info, _ := s.cache.Lookup("img")
+		if st := s.producer.Stats(); st.Burned != 0 || st.AgentGone != 1 || st.Retiring != 0 || info.Pins != 0 {
+			t.Errorf("%+v, %d pins", st, info.Pins)
+		}
+	})
+}
+
+func TestAFewBurnedBlocksAreFreedInTimeToo(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, plane, _ := rotating(t)
+		save(t, s.cache, "img", 1)
+		s.session("img", "s-1", "1")
+		s.producer.Left(control.Source{ID: "1"})
+		time.Sleep(burnedTime - time.Minute)
+		synctest.Wait()
+		if plane.rotated() != 0 {
+			t.Errorf("%d rotations for one block", plane.rotated())
+		}
+		time.Sleep(3 * burnedTime)
+		synctest.Wait()
+		if st := s.producer.Stats(); plane.rotated() != 1 || st.Burned != 0 || st.Grants != 0 {
+			t.Errorf("%d rotations, %+v", plane.rotated(), st)
+		}
+	})
+}
+
+func TestAnAgentOutlivesEverySessionThatMayStillReadByIt(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, _, a := rotating(t)
+		save(t, s.cache, "burned", 10)
+		save(t, s.cache, "img", 2)
+		s.session("burned", "dead", "1")
+		s.producer.Left(control.Source{ID: "1"})
+		// A warm peer that is alive and has read by the first incarnation.
+		s.session("img", "warm", "2")
+		a.notify(transfer.Notification{Message: wire.Notification("warm", "img")})
+		_, _, first := a.Agent()
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		select {
+		case <-first:
+			t.Fatal("the agent ended under a peer that knows it")
+		default:
+		}
+		if ack := s.session("img", "warm", "2"); ack.Status != wire.OK || string(ack.AgentMetadata) != "agent-0'" || len(ack.MemDescriptor) == 0 {
+			t.Fatalf("ack %+v", ack)
+		}
+		synctest.Wait()
+		select {
+		case <-first:
+			t.Fatal("the agent ended before the peer has read by the new one")
+		default:
+		}
+		a.notify(transfer.Notification{Message: wire.Notification("warm", "img")})
+		synctest.Wait()
+		<-first
+		if st := s.producer.Stats(); st.Burned != 0 || st.Grants != 0 {
+			t.Errorf("%+v", st)
+		}
+	})
+}
+
+// A peer acts on each ack that it was sent, also on the second one for the same key, minutes later.
+func TestAGrantAckedTwiceIsNotEndedByTheFirstRead(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, _, a := rotating(t)
+		save(t, s.cache, "img", 2)
+		s.session("img", "s-1", "1")
+		s.session("img", "s-1", "1")
+		a.notify(transfer.Notification{Message: wire.Notification("s-1", "img")})
+		if info, _ := s.cache.Lookup("img"); info.Pins != 1 {
+			t.Errorf("%d pins after one READ of two that may come", info.Pins)
+		}
+		a.notify(transfer.Notification{Message: wire.Notification("s-1", "img")})
+		if info, _ := s.cache.Lookup("img"); info.Pins != 0 || s.producer.Stats().Grants != 0 {
+			t.Errorf("%d pins after both", info.Pins)
+		}
+	})
+}
+
+func TestASourceThatNeverReadsIsRefusedAndOthersAreNot(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, _, _ := rotating(t)
+		var statuses []wire.Status
+		for i, key := range []string{"a", "b", "c", "d"} {
+			save(t, s.cache, key, 6)
+			statuses = append(statuses, s.session(key, "greedy", "1").Status)
+			time.Sleep(31 * time.Second) // its lease ends
+			synctest.Wait()
+			if i == 0 && s.producer.Stats().Rotations != 1 {
+				t.Error("no rotation at 6 of 100 blocks")
+			}
+		}
+		// 6 blocks are over 5 of 100; while the first agent is retired, 12 are over 10.
+		if want := []wire.Status{wire.OK, wire.OK, wire.NackMissing, wire.NackMissing}; !slices.Equal(statuses, want) {
+			t.Errorf("answers %v, want %v", statuses, want)
+		}
+		if a := s.session("d", "other", "2"); a.Status != wire.OK {
+			t.Errorf("another source: %v", a.Status)
+		}
+	})
+}
