@@ -93,6 +93,7 @@ type TimeoutConfig struct {
 	Quarantine time.Duration `koanf:"quarantine"`
 	Item       time.Duration `koanf:"item"`
 	GrantLease time.Duration `koanf:"grant_lease"`
+	PlainLease time.Duration `koanf:"plain_lease"`
 	HoldLease  time.Duration `koanf:"hold_lease"`
 	Adopt      time.Duration `koanf:"adopt"` // a dead node's regions wait so long for its restart
 	Idle       time.Duration `koanf:"idle"`
@@ -114,7 +115,7 @@ func DefaultConfig() Config {
 		TotalShare:  ec.DefaultTotalShare,
 		Timeouts: TimeoutConfig{
 			AckOwn: t.AckOwn, AckPlain: t.AckPlain, Connect: t.Connect, Read: t.Read, Quarantine: t.Quarantine,
-			Item: t.Item, GrantLease: t.GrantLease, HoldLease: ec.DefaultHoldLease, Idle: t.Idle, Adopt: DefaultAdopt,
+			Item: t.Item, GrantLease: t.GrantLease, PlainLease: t.PlainLease, HoldLease: ec.DefaultHoldLease, Idle: t.Idle, Adopt: DefaultAdopt,
 		},
 	}
 }
@@ -337,6 +338,7 @@ func (s *settings) checkTimes() error {
 		{"quarantine", &s.Timeouts.Quarantine, d.Quarantine},
 		{"item", &s.Timeouts.Item, d.Item},
 		{"grant_lease", &s.Timeouts.GrantLease, d.GrantLease},
+		{"plain_lease", &s.Timeouts.PlainLease, d.PlainLease},
 		{"hold_lease", &s.Timeouts.HoldLease, d.HoldLease},
 		{"adopt", &s.Timeouts.Adopt, d.Adopt},
 		{"idle", &s.Timeouts.Idle, d.Idle},

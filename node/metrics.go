@@ -87,8 +87,14 @@ var (
 	mGrantedBlocks = gauge("granted_blocks", "Blocks under live grants.")
 	mBurned        = gauge("burned_grants", "Grants of plain peers past their lease and not yet read.")
 	mBurnedBlocks  = gauge("burned_blocks", "Blocks of burned grants.")
+	mRotations     = counter("agent_rotations_total", "Replacements of the agent that serves plain peers.")
+	mAgentGone     = counter("grants_ended_with_agent_total", "Grants of plain peers that ended with the agent that could serve them.")
+	mRetiring      = gauge("agents_retiring", "Former agents that still serve peers which know them.")
 
 	mEngines    = gauge("engines", "Engines connected.")
+	mAway       = gauge("engines_away", "Engines that lost their connection and live: what they may use of the pool is kept for them.", "pool")
+	mAwayRes    = gauge("engines_away_reservations", "Reservations that are kept for them.", "pool")
+	mAwayPins   = gauge("engines_away_pinned", "Entries that engines of a node that died had pinned, while any of these is away.", "pool")
 	mEngineConn = counter("engine_connections_total", "Connections of engines by what became of them.", "result")
 	mRequests   = counter("engine_requests_total", "Request frames of engines.")
 	mOperations = counter("engine_operations_total", "Operations in them.")
@@ -195,11 +201,20 @@ func (e emitter) producer(s ec.ProducerStats) {
 	e.put(mGrantedBlocks, float64(s.GrantedBlocks))
 	e.put(mBurned, float64(s.Burned))
 	e.put(mBurnedBlocks, float64(s.BurnedBlocks))
+	e.put(mRotations, float64(s.Rotations))
+	e.put(mAgentGone, float64(s.AgentGone))
+	e.put(mRetiring, float64(s.Retiring))
 }
 
 func (e emitter) engines(g *engines) {
 	c := &g.counters
 	e.put(mEngines, float64(len(g.list())))
+	for _, p := range g.pools {
+		away, reservations, pinned := p.clients.away()
+		e.put(mAway, float64(away), p.group)
+		e.put(mAwayRes, float64(reservations), p.group)
+		e.put(mAwayPins, float64(pinned), p.group)
+	}
 	e.put(mEngineConn, float64(c.accepted.Load()), "accepted")
 	e.put(mEngineConn, float64(c.refused.Load()), "refused")
 	e.put(mEngineConn, float64(c.malformed.Load()), "malformed")

@@ -396,7 +396,7 @@ func (n *Node) planeList() []string {
 func (t TimeoutConfig) ec() ec.Timeouts {
 	return ec.Timeouts{
 		AckOwn: t.AckOwn, AckPlain: t.AckPlain, Connect: t.Connect, Read: t.Read, Quarantine: t.Quarantine,
-		Item: t.Item, GrantLease: t.GrantLease, Idle: t.Idle,
+		Item: t.Item, GrantLease: t.GrantLease, PlainLease: t.PlainLease, Idle: t.Idle,
 	}
 }
 

@@ -107,6 +107,7 @@ var configHelp = map[string]string{
 	"timeouts.ack_plain":     "wait for an ack of a plain peer",
 	"timeouts.connect":       "wait for a connection to a peer",
 	"timeouts.grant_lease":   "life of a grant",
+	"timeouts.plain_lease":   "age at which what a plain peer granted is not trusted any more",
 	"timeouts.adopt":         "how long the region of a node that died waits for its restart",
 	"timeouts.hold_lease":    "life of a hold",
 	"timeouts.idle":          "life of an unused connection to a peer",
