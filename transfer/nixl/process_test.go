@@ -102,8 +102,20 @@ func TestAServeAgentThatDiesIsStartedAgainUnderAnotherName(t *testing.T) {
 	reg := r.(*Registration)
 	c := add(t, p, reg.Metadata())
 	dst := make([]byte, 1<<20)
-	must(t, pull(t, c, dst))
-	<-notes
+	notified := func(c transfer.Peer) {
+		t.Helper()
+		rd, err := c.Read(t.Context(), transfer.ReadRequest{
+			Remote: []region.Span{{Length: 1 << 20}}, Local: [][]byte{dst}, Notification: []byte("session:key"),
+		})
+		must(t, err)
+		must(t, wait(t, rd))
+		select {
+		case <-notes:
+		case <-time.After(transfertest.Patience):
+			t.Error("no notification")
+		}
+	}
+	notified(c)
 	before, _, over := reg.Agent()
 	must(t, unix.Kill(reg.pid(), unix.SIGKILL))
 	select {
@@ -117,14 +129,9 @@ func TestAServeAgentThatDiesIsStartedAgainUnderAnotherName(t *testing.T) {
 		return after != nil && !bytes.Equal(after, before)
 	})
 	clear(dst)
-	must(t, pull(t, add(t, p, reg.Metadata()), dst))
+	notified(add(t, p, reg.Metadata()))
 	if !bytes.Equal(dst, m.Bytes) {
 		t.Error("wrong bytes")
-	}
-	select {
-	case <-notes:
-	case <-time.After(transfertest.Patience):
-		t.Error("no notification by the next agent")
 	}
 }
 
