@@ -21,7 +21,7 @@ func (a *app) doctorCmd() *cobra.Command {
 		Use:   "doctor [--peer HOST:PORT]",
 		Short: "Will it work here?",
 		Long: `Checks this machine for a node of the given configuration (the same flags, environment and --config as ferry node): shared
-memory, kernel, limits, ports, libzmq, the environment in force, TCP congestion control.
+memory, kernel, limits, ports, libzmq, the environment in force, TCP congestion control, NIXL with a transfer to itself.
 
 With --peer it also starts a small node inside this process and checks the way to a node that runs, over the control channel and
 over a data plane. Control: it asks for a key that nobody has, which a live and compatible peer answers with MISSING. Data: it
@@ -44,7 +44,7 @@ Each line says OK, WARN or FAIL. The exit status is 0 if nothing is FAIL.`,
 			}
 			ctx, cancel := a.interruptible(cmd.Context())
 			defer cancel()
-			findings := examine(c)
+			findings := append(examine(c), checkNIXL(ctx, c)...)
 			if peer != "" {
 				found, err := a.examinePeer(ctx, c, peer, params, timeout)
 				if err != nil {
