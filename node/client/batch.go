@@ -150,15 +150,21 @@ func (b *batch) prepare(c *Client, again bool) (l *link, send []api.Op, index []
 
 // over takes what the batch has ended off the list of what is restated.
 func (b *batch) over(c *Client) {
+	shed := false
 	c.mu.Lock()
-	defer c.mu.Unlock()
 	for _, i := range b.todo {
 		if r := b.ops[i].reservation; r != nil {
 			delete(c.filled, r)
+			shed = c.unused(r.mapping) || shed
 		}
 		if m := b.ops[i].mapped; m != nil {
 			delete(c.pinned, m)
+			shed = c.unused(m.mapping) || shed
 		}
+	}
+	c.mu.Unlock()
+	if shed {
+		c.shed()
 	}
 }
 
@@ -223,14 +229,15 @@ func (c *Client) finish(l *link, r *OpResult, op api.Op, got *api.Result, again 
 }
 
 func (c *Client) reserved(l *link, handle uint64, i ec.Info) (*Reservation, error) {
-	_, buffers, err := c.buffers(l, i)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	m, buffers, err := c.buffers(l, i)
 	if err != nil {
 		return nil, err
 	}
-	r := &Reservation{c: c, key: i.Key, buffers: buffers, link: l, handle: handle, info: i}
-	c.mu.Lock()
+	r := &Reservation{c: c, mapping: m, key: i.Key, buffers: buffers, link: l, handle: handle, info: i}
+	m.uses++
 	c.filled[r] = struct{}{}
-	c.mu.Unlock()
 	return r, nil
 }
 
@@ -241,17 +248,24 @@ func (c *Client) mapped(l *link, handle uint64, i ec.Info) (*Mapped, error) {
 		return nil, err
 	}
 	p := &Mapped{c: c, mapping: m, info: i, buffers: buffers, link: l, handle: handle}
+	m.uses++
 	c.pinned[p] = struct{}{}
 	return p, nil
 }
 
-// buffers are an entry's bytes in the mapping of a connection. The node is trusted but checked: a bad extent is an error, not a fault.
+// buffers are an entry's bytes in the mapping of a connection, which must not be lost yet: what is not on the client's lists when it
+// restates is the next user's. The node is trusted but checked: a bad extent is an error, not a fault. Called with the lock held.
 func (c *Client) buffers(l *link, i ec.Info) (*mapping, [][]byte, error) {
 	c.memory.RLock()
 	defer c.memory.RUnlock()
 	m := l.mapping
 	if c.mapping == nil {
 		return nil, nil, ErrClosed
+	}
+	select {
+	case <-l.gone:
+		return nil, nil, l.err
+	default:
 	}
 	g := m.Geometry()
 	left := i.Spec.Bytes

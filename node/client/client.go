@@ -6,9 +6,13 @@
 // (Options.Wait). So a node that is restarted costs its engines a pause. Methods are safe for concurrent use; each takes one round
 // trip, and Batch takes one for a whole step.
 //
-// Buffers of reservations and of mapped entries are slices of the pool itself: nothing is copied. They stay mapped when the
-// connection is lost, and until Close; Mapped.Valid tells if they still hold the entry. After Close the memory is unmapped: touching such a slice is a fault that ends the program,
-// never a silent write into memory that by then is another's.
+// Buffers of reservations and of mapped entries are slices of the pool itself: nothing is copied. They stay mapped until Commit,
+// Discard or Release, also when the connection is lost; Mapped.Valid tells if they still hold the entry. After that, and after Close,
+// the memory may be unmapped: touching such a slice is then a fault that ends the program, never a silent write into memory that by
+// then is another's.
+//
+// A node that ended for good, or could not go on with its region, leaves a file without a name. A Client lets go of it as soon as
+// nothing in it is reserved or mapped, connected or not: the node that comes next may need the memory before it can start.
 package client
 
 import (
@@ -93,8 +97,8 @@ type Client struct {
 
 	// memory is held for reading while a method of the client itself touches a mapping, and for writing to change or unmap one.
 	memory   sync.RWMutex
-	mapping  *mapping   // of the pool as it is now; nil once unmapped
-	earlier  []*mapping // of files that the node has given up; Mapped and Reservations may still be in them
+	mapping  *mapping   // of the pool as it was at the last connection; nil once closed
+	earlier  []*mapping // of files before that, in which something is still reserved or mapped
 	closing  sync.Once
 	closeErr error
 
@@ -124,10 +128,34 @@ type link struct {
 // mapping is a mapped pool file.
 type mapping struct {
 	*region.Mapping
-	bytes []byte
+	file  *os.File
+	bytes []byte // nil once unmapped; under Client.memory
 	table *region.SlotTable
 	dev   uint64
 	ino   uint64
+	uses  int // Reservations and Mapped that are not over; under Client.mu
+}
+
+// unmap is idempotent. Called with Client.memory held for writing.
+func (m *mapping) unmap() error {
+	m.bytes, m.table = nil, nil
+	err := m.Close()
+	if closeErr := m.file.Close(); !errors.Is(closeErr, os.ErrClosed) {
+		err = errors.Join(err, closeErr)
+	}
+	return err
+}
+
+// orphaned says that the file has no name any more: no node will go on with it.
+func (m *mapping) orphaned() bool {
+	var st unix.Stat_t
+	raw, err := m.file.SyscallConn()
+	if err != nil {
+		return false
+	}
+	statErr := unix.EBADF
+	err = raw.Control(func(fd uintptr) { statErr, _ = unix.Fstat(int(fd), &st).(unix.Errno) })
+	return err == nil && statErr == 0 && st.Nlink == 0
 }
 
 // call is a request that waits for its reply.
@@ -263,11 +291,18 @@ func mapPool(w *api.Welcome, file *os.File, have *mapping) (*mapping, error) {
 		if err != nil {
 			return nil, err
 		}
-		m = &mapping{Mapping: attached, bytes: attached.Pool(), table: attached.Slots(), dev: uint64(st.Dev), ino: st.Ino}
+		fd, err := unix.FcntlInt(file.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+		if err != nil {
+			return nil, errors.Join(err, attached.Close())
+		}
+		m = &mapping{
+			Mapping: attached, file: os.NewFile(uintptr(fd), file.Name()), bytes: attached.Pool(), table: attached.Slots(),
+			dev: uint64(st.Dev), ino: st.Ino,
+		}
 	}
 	if g := m.Geometry(); g.BlockBytes != w.Pool.BlockBytes || g.Blocks != w.Pool.Blocks {
 		if m != have {
-			_ = m.Close()
+			_ = m.unmap()
 		}
 		return nil, fmt.Errorf("%w: the node speaks of %d blocks of %d bytes, the file has %d of %d",
 			ErrProtocol, w.Pool.Blocks, w.Pool.BlockBytes, g.Blocks, g.BlockBytes)
@@ -319,7 +354,7 @@ func (c *Client) Close() error {
 		maps := append(c.earlier, c.mapping)
 		c.mapping, c.earlier = nil, nil
 		for _, m := range maps {
-			c.closeErr = errors.Join(c.closeErr, m.Close())
+			c.closeErr = errors.Join(c.closeErr, m.unmap())
 		}
 		c.memory.Unlock()
 		c.cancel()

@@ -20,6 +20,7 @@ func (c *Client) Reserve(ctx context.Context, key string, s ec.Spec) (*Reservati
 // Reservation is an extent of the mapped pool to fill. One goroutine uses it at a time.
 type Reservation struct {
 	c       *Client
+	mapping *mapping
 	key     string
 	buffers [][]byte
 	over    atomic.Bool
@@ -61,7 +62,11 @@ func (r *Reservation) drop() {
 	c.mu.Lock()
 	delete(c.filled, r)
 	l, handle := r.link, r.handle
+	shed := c.unused(r.mapping)
 	c.mu.Unlock()
+	if shed {
+		c.shed()
+	}
 	if l != nil {
 		c.post(l, []api.Op{{Kind: api.OpDiscard, Key: r.key, Handle: handle}})
 	}
@@ -167,7 +172,7 @@ func (m *Mapped) Valid() error {
 	switch {
 	case m.c.mapping == nil:
 		return ErrClosed
-	case m.over.Load():
+	case m.over.Load() || m.mapping.table == nil:
 		return fmt.Errorf("%q: %w: released", m.info.Key, ec.ErrStale)
 	case !m.mapping.table.Check(m.info.Slot, m.info.Gen):
 		return fmt.Errorf("%q: %w: its blocks are another's since a node was lost", m.info.Key, ec.ErrStale)
@@ -184,7 +189,11 @@ func (m *Mapped) Release() {
 	c.mu.Lock()
 	delete(c.pinned, m)
 	l, handle := m.link, m.handle
+	shed := c.unused(m.mapping)
 	c.mu.Unlock()
+	if shed {
+		c.shed()
+	}
 	if l != nil {
 		c.post(l, []api.Op{{Kind: api.OpRelease, Key: m.info.Key, Handle: handle}})
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"slices"
 	"time"
 
 	"github.com/tensorferry/tensorferry/node/internal/api"
@@ -65,6 +66,7 @@ func (c *Client) reconnect() *link {
 			c.end(fmt.Errorf("%w: %w", ErrClosed, err))
 			return nil
 		}
+		c.shed()
 		select {
 		case <-time.After(pause/2 + rand.N(pause)/2):
 		case <-c.ctx.Done():
@@ -90,10 +92,14 @@ func (c *Client) tryAgain() (l *link, lost int, err error) {
 
 	c.memory.RLock()
 	have := c.mapping
+	closed, unmapped := have == nil, have != nil && have.bytes == nil
 	c.memory.RUnlock()
-	if have == nil {
+	if closed {
 		_ = conn.Close()
 		return nil, 0, ErrClosed
+	}
+	if unmapped {
+		have = nil
 	}
 	m, err := mapPool(welcome, file, have)
 	if err != nil {
@@ -112,7 +118,9 @@ func (c *Client) tryAgain() (l *link, lost int, err error) {
 	if err != nil {
 		_ = conn.Close()
 		if m != have {
-			_ = m.Close()
+			c.memory.Lock()
+			_ = m.unmap()
+			c.memory.Unlock()
 		}
 		return nil, 0, err
 	}
@@ -127,9 +135,39 @@ func (c *Client) remap(m *mapping) error {
 	if c.mapping == nil {
 		return ErrClosed
 	}
-	c.earlier = append(c.earlier, c.mapping)
+	if c.mapping.bytes != nil {
+		c.earlier = append(c.earlier, c.mapping)
+	}
 	c.mapping = m
 	return nil
+}
+
+// shed unmaps what no node will go on with, where nothing is reserved or mapped any more.
+func (c *Client) shed() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.memory.Lock()
+	defer c.memory.Unlock()
+	c.earlier = slices.DeleteFunc(c.earlier, func(m *mapping) bool {
+		if m.uses > 0 {
+			return false
+		}
+		_ = m.unmap()
+		return true
+	})
+	select {
+	case <-c.link.gone:
+		if m := c.mapping; m != nil && m.bytes != nil && m.uses == 0 && m.orphaned() {
+			_ = m.unmap()
+		}
+	default:
+	}
+}
+
+// unused is the end of a Reservation or a Mapped. Called with the lock held; shed follows, without it, if it says so.
+func (c *Client) unused(m *mapping) (shed bool) {
+	m.uses--
+	return m.uses == 0 && m != c.link.mapping
 }
 
 // restatement is what a client says that it has, and what the node answers.
@@ -249,6 +287,7 @@ func (c *Client) install(l *link, w *api.Welcome, r *restatement) (lost int) {
 	close(up)
 	c.mu.Unlock()
 	c.post(l, undo)
+	c.shed()
 	return lost
 }
 
