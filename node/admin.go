@@ -153,7 +153,7 @@ type entryStatus struct {
 	Gen     uint64      `json:"gen"`
 	Slot    int         `json:"slot"`
 	Extents [][2]uint32 `json:"extents"` // start, count, in blocks
-	Owner   uint64      `json:"owner"`   // the engine's connection, while it fills
+	Owner   uint64      `json:"owner"`   // the engine that fills or filled it, 0: the node itself
 	Sum     string      `json:"xxh3,omitempty"`
 }
 

@@ -242,13 +242,16 @@ func (c *clients) connect(s *session, token []byte) (*knownClient, []byte, error
 	}
 }
 
-// known is the client that a token names, if the process is the one that the token was given to.
+// known is the client that a token names, if the process is the one that the token was given to, as far as that can be told.
 func (c *clients) known(token []byte, now region.Client) *knownClient {
 	if len(token) != tokenBytes {
 		return nil
 	}
 	cl := c.byID[idOf(token)]
-	if cl == nil || cl.region.Namespace == now.Namespace && !sameProcess(cl.region.Process, now.Process) {
+	if cl == nil {
+		return nil
+	}
+	if was := cl.region; was.Process != 0 && was.Namespace == now.Namespace && !sameProcess(was.Process, now.Process) {
 		return nil
 	}
 	return cl

@@ -12,8 +12,10 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"net"
+	"net/http"
 	"os"
 	"os/exec"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -160,6 +162,20 @@ func engineOf(t *testing.T, p *nodeProc, role string) (*engineProc, io.Writer) {
 		_ = cmd.Wait()
 	})
 	return &engineProc{cmd, bufio.NewReader(out)}, in
+}
+
+func scrape(t testing.TB, admin string) string {
+	t.Helper()
+	r, err := http.Get("http://" + admin + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Body.Close()
+	b, err := io.ReadAll(r.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b)
 }
 
 func hexSum(b []byte) string {
@@ -343,6 +359,9 @@ func TestAStoppedEnginesPinOutlivesRestarts(t *testing.T) {
 	}
 	if s := stats(t, c); s.PinnedBlocks != 4 {
 		t.Errorf("%+v", s)
+	}
+	if m := scrape(t, p.ready.Admin); !regexp.MustCompile(`tensorferry_engines_away_pinned\{[^}]*\} 1\n`).MatchString(m) {
+		t.Errorf("nothing of it in the metrics:\n%s", m)
 	}
 	if err := e.cmd.Process.Signal(syscall.SIGCONT); err != nil {
 		t.Fatal(err)
@@ -552,7 +571,7 @@ func killLoop(t *testing.T, blocks, kills int, rnd *rand.Rand, all bool) {
 	for w := range 3 {
 		c, oc := dialNode(t, cfg.Socket), dial(t, other)
 		r := rand.New(rand.NewPCG(rnd.Uint64(), uint64(w)))
-		work.Go(func() { load(t, ctx, c, oc, r, w, &mu, acked) })
+		work.Go(func() { load(t, ctx, c, oc, r, w, &mu, acked, all) })
 	}
 	c := dialNode(t, cfg.Socket)
 	for range kills {
@@ -574,7 +593,7 @@ func killLoop(t *testing.T, blocks, kills int, rnd *rand.Rand, all bool) {
 				continue
 			}
 			if err != nil {
-				t.Fatalf("%s was ready before the kill: %v", key, err)
+				t.Fatalf("%s, of %d that were ready before the kill: %v", key, len(known), err)
 			}
 			if !bytes.Equal(bytes.Join(m.Buffers(), nil), payload(rows, keySeed(key))) {
 				t.Fatalf("%s has wrong bytes", key)
@@ -594,10 +613,13 @@ func killLoop(t *testing.T, blocks, kills int, rnd *rand.Rand, all bool) {
 	p.end()
 }
 
+// maxAcked keys have room for all in 16,384 blocks and 4,096 slots, so that none is evicted.
+const maxAcked = 2000
+
 func keySeed(key string) uint64 { return xxh3.HashString(key) }
 
 // load puts, maps, verifies, announces and pulls until ctx ends. Every key has its own bytes.
-func load(t *testing.T, ctx context.Context, c, other *client.Client, r *rand.Rand, w int, mu *sync.Mutex, acked map[string]int) {
+func load(t *testing.T, ctx context.Context, c, other *client.Client, r *rand.Rand, w int, mu *sync.Mutex, acked map[string]int, all bool) {
 	wait := func() context.Context { return testContext(t) }
 	may := func(err error) bool {
 		for _, e := range []error{ec.ErrFull, ec.ErrMissing, ec.ErrNotReady, ec.ErrPending, ec.ErrStale, client.ErrDisconnected} {
@@ -610,6 +632,15 @@ func load(t *testing.T, ctx context.Context, c, other *client.Client, r *rand.Ra
 	var kept []*client.Mapped
 	for i := 0; ctx.Err() == nil && !t.Failed(); i++ {
 		key, rows := fmt.Sprintf("w%d-%d", w, i), 1+r.IntN(6)
+		mu.Lock()
+		full := all && len(acked) >= maxAcked
+		mu.Unlock()
+		if full { // from here on only the nodes' lives and deaths are tested
+			if _, err := c.Lookup(wait(), key); err != nil && !may(err) {
+				t.Errorf("lookup: %v", err)
+			}
+			continue
+		}
 		res, err := c.Reserve(wait(), key, spec(rows))
 		if err != nil {
 			if !may(err) {
