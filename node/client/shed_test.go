@@ -134,7 +134,7 @@ func TestMemoryOfEarlierNodesGoesWithTheLastUseOfIt(t *testing.T) {
 func TestWhatWasGrantedOnALostConnectionAndNotRestatedIsNotHandedOut(t *testing.T) {
 	f := newFakeNode(t)
 	c, _ := f.dialAgain(time.Minute)
-	l := c.link
+	l := c.current()
 	f.regreet(func(*api.Op) api.Result { return api.Result{} })
 	<-l.gone
 	if r, err := c.reserved(l, 7, *info("k", 7, 1)); !errors.Is(err, ErrDisconnected) {
