@@ -82,7 +82,7 @@ func TestNothingThatWasAcknowledgedIsLostByAKill(t *testing.T) {
 	seed := seedOf(t)
 	w := newWorld(t, plan{
 		nodes: 1, engines: 3, workers: 2, keys: 60, blocks: 2000, planes: []string{transfer.TCP},
-		kills: kills(12, 200), adopt: time.Hour, ledger: true, odds: odds{killEngine: 3, killNode: 6, freezeEngine: 2, freezeNode: 1},
+		kills: kills(12, 200), adopt: time.Hour, ledger: true, odds: odds{killEngine: 3, killNode: 6, endNode: 2, freezeEngine: 2, freezeNode: 1},
 	}, seed, []*host{newHost(t, 0, nil)}, []string{shmDir(t)})
 	w.run()
 }

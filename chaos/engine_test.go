@@ -65,7 +65,10 @@ func runEngine(ctx context.Context, r engineRole) int {
 	fmt.Println("up") // from here on a SIGTERM is heeded
 	for ctx.Err() == nil {
 		dialing, cancel := context.WithTimeout(ctx, 2*time.Second)
-		c, err := client.Dial(dialing, r.Socket, client.Options{Name: fmt.Sprintf("engine of node %d", r.Node)})
+		c, err := client.Dial(dialing, r.Socket, client.Options{
+			Name: fmt.Sprintf("engine of node %d", r.Node), Log: e.log,
+			Once: r.Seed%4 == 0, // some do not go on with what they had
+		})
 		cancel()
 		if err != nil {
 			if errors.Is(err, client.ErrProtocol) || errors.Is(err, client.ErrDenied) || errors.Is(err, client.ErrVersion) {
@@ -97,12 +100,21 @@ func (e *engineProc) session(ctx context.Context, c *client.Client, seed uint64)
 	for i := range e.r.Workers {
 		w := &worker{e, rand.New(rand.NewPCG(seed, uint64(i)))}
 		work.Go(func() {
-			for ctx.Err() == nil && c.Err() == nil {
+			for ctx.Err() == nil && !over(c) {
 				w.act(ctx, c)
 			}
 		})
 	}
 	work.Wait()
+}
+
+func over(c *client.Client) bool {
+	select {
+	case <-c.Done():
+		return true
+	default:
+		return false
+	}
 }
 
 func pause(ctx context.Context, d time.Duration) {
@@ -127,7 +139,7 @@ func (e *engineProc) met(where, key string, err error) {
 		return
 	}
 	for _, ok := range []error{
-		client.ErrClosed, client.ErrClosing, context.DeadlineExceeded, context.Canceled,
+		client.ErrClosed, client.ErrClosing, client.ErrDisconnected, context.DeadlineExceeded, context.Canceled,
 		ec.ErrMissing, ec.ErrNotReady, ec.ErrHeld, ec.ErrPending, ec.ErrFull, ec.ErrPinned, ec.ErrStale,
 	} {
 		if errors.Is(err, ok) {
@@ -353,7 +365,7 @@ func (w *worker) read(ctx context.Context, c *client.Client) {
 func (w *worker) use(ctx context.Context, c *client.Client, key string, m *client.Mapped, how string) {
 	defer m.Release()
 	if err := check(m.Buffers(), key); err != nil {
-		w.bad("%s: %v; gen %d, extents %v, connection: %v", how, err, m.Info().Gen, m.Info().Extents, c.Err())
+		w.bad("%s: %v; gen %d, extents %v, valid: %v, connection: %v", how, err, m.Info().Gen, m.Info().Extents, m.Valid(), c.Err())
 		return
 	}
 	if w.rng.IntN(3) > 0 {
@@ -361,6 +373,6 @@ func (w *worker) use(ctx context.Context, c *client.Client, key string, m *clien
 	}
 	w.dawdle(ctx)
 	if err := check(m.Buffers(), key); err != nil {
-		w.bad("%s, and changed while it was pinned: %v; gen %d, extents %v, connection: %v", how, err, m.Info().Gen, m.Info().Extents, c.Err())
+		w.bad("%s, and changed while it was pinned: %v; gen %d, extents %v, valid: %v, connection: %v", how, err, m.Info().Gen, m.Info().Extents, m.Valid(), c.Err())
 	}
 }

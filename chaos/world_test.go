@@ -33,6 +33,9 @@ const (
 	grantLease = 400 * time.Millisecond
 	holdLease  = 600 * time.Millisecond
 	longFreeze = 1500 * time.Millisecond
+
+	// A restarted node keeps the key of a reservation for 10 s.
+	veryLongFreeze = 12 * time.Second
 )
 
 // plan says what a world is and what is done to it.
@@ -130,6 +133,7 @@ func (w *world) config(i int) node.Config {
 	c.ShmDir = w.shm[i]
 	c.Planes = w.planes
 	c.Checksums = w.rng.IntN(2) == 0 // without them no checksum hides what goes wrong
+	c.KeepRegion = w.adopt > time.Minute && (w.ledger || w.rng.IntN(2) == 0)
 	if w.rng.IntN(2) == 0 {
 		c.Eviction = ec.PolicySIEVE
 	}
@@ -169,8 +173,12 @@ func (w *world) run() {
 	for _, e := range w.engines {
 		w.startEngine(e)
 	}
+	pace := 60 * time.Millisecond
+	if long() {
+		pace = 200 * time.Millisecond
+	}
 	for w.killed() < w.kills && !w.t.Failed() {
-		time.Sleep(w.upTo(60 * time.Millisecond)) // the time between two events is the schedule's
+		time.Sleep(w.upTo(pace)) // the time between two events is the schedule's
 		w.event()
 		w.survey()
 	}
@@ -264,14 +272,22 @@ func (w *world) endNode(i int) {
 		w.fail("%s, told to end: status %d, %v\n%s", n.name, status, err, tail(n.log, 6000))
 	}
 	w.mustBeGone(n)
-	w.must(errors.Join(os.WriteFile(n.ledger, nil, 0o600)))
-	n.acked = nil
+	if n.config.KeepRegion {
+		w.autopsy(n)
+	} else {
+		w.must(os.WriteFile(n.ledger, nil, 0o600))
+		n.acked = nil
+	}
 	w.startNode(i)
 }
 
-// mustBeGone checks that a node that ended cleanly left nothing.
+// mustBeGone checks that a node that ended cleanly left nothing, or just its region.
 func (w *world) mustBeGone(n *nodePlace) {
-	for _, path := range []string{n.ready.Region, n.config.Socket} {
+	paths := []string{n.config.Socket}
+	if !n.config.KeepRegion {
+		paths = append(paths, n.ready.Region)
+	}
+	for _, path := range paths {
 		if err := n.host.try(func() error { _, err := os.Lstat(path); return err }); !errors.Is(err, os.ErrNotExist) {
 			w.fail("%s ended cleanly and left %s (%v)", n.name, path, err)
 		}
@@ -390,6 +406,10 @@ func (w *world) lookForLost(i int) {
 func (w *world) freeze(p *process, what string) {
 	w.counts[what]++
 	d := w.upTo(longFreeze)
+	if long() && p.role == "engine" && w.rng.IntN(15) == 0 {
+		d = veryLongFreeze
+		w.counts["engines frozen for very long"]++
+	}
 	p.signal(syscall.SIGSTOP)
 	w.thaws.Go(func() {
 		time.Sleep(d)
@@ -488,7 +508,14 @@ func (w *world) check() {
 		w.mustRest(i, c)
 		_ = c.Close()
 	}
-	for _, n := range w.nodes {
+	for i, n := range w.nodes {
+		if n.config.KeepRegion { // one more, to take it away
+			n.config.KeepRegion = false
+			if status, err := n.end(); err != nil || status != 0 {
+				w.fail("%s, told to end: status %d, %v\n%s", n.name, status, err, tail(n.log, 6000))
+			}
+			w.startNode(i)
+		}
 		if files := n.files(); files > w.files+100 {
 			w.fail("%s has %d descriptors open", n.name, files)
 		}
