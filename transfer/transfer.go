@@ -59,7 +59,8 @@ type Plane interface {
 	Close() error
 }
 
-// Notification says that a peer's READ under Grant is complete. Planes without tokens leave Grant empty.
+// Notification says that a peer's READ under Grant is complete. Planes without tokens leave Grant empty, and say nothing of a READ
+// that asked for no notification.
 type Notification struct {
 	Grant   string
 	Message []byte
@@ -84,7 +85,7 @@ type ReadRequest struct {
 	Token        []byte        // from the grant
 	Remote       []region.Span // in the peer's registered memory; the sum of lengths equals that of Local
 	Local        [][]byte      // destination: the plane may write it until Read.Done is closed
-	Notification []byte        // delivered to the producer on completion, if the plane can; at most 4 KiB
+	Notification []byte        // delivered to the producer on completion, if the plane can; at most 4 KiB; nil: not asked for
 }
 
 // Peer is a producer's registration as seen by a consumer.

@@ -252,7 +252,7 @@ func testNotification(t *testing.T, w *world) {
 		}
 		Eventually(t, "the notification", func() bool { return len(o.notified()) > 0 })
 		// A second READ's notification comes after all that the first can cause.
-		if err := w.read(o.peer, transfer.ReadRequest{Token: token, Remote: o.whole(), Local: [][]byte{dst}}); err != nil {
+		if err := w.read(o.peer, transfer.ReadRequest{Token: token, Remote: o.whole(), Local: [][]byte{dst}, Notification: []byte{}}); err != nil {
 			t.Fatal(err)
 		}
 		Eventually(t, "the second notification", func() bool { return len(o.notified()) > 1 })
