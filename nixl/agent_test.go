@@ -74,7 +74,7 @@ func (w world) pair(t *testing.T, n int) *pair {
 	return p
 }
 
-func add(t *testing.T, consumer, producer *Agent) *Peer {
+func add(t testing.TB, consumer, producer *Agent) *Peer {
 	t.Helper()
 	md, err := producer.LocalMetadata()
 	must(t, err)
