@@ -41,14 +41,14 @@ var candidates = []string{vllmVLLM, goVLLM, vllmGo, goNIXL, goMapped, goTCP, raw
 func main() {
 	rounds := flag.Int("rounds", 21, "turns that count")
 	role := flag.String("role", "", "of a child: serve or read")
-	size := flag.Int64("size", 0, "of a child: bytes of its pool")
+	path := flag.String("region", "", "of a child: a node's region")
 	flag.Parse()
 	var err error
 	switch *role {
 	case "serve":
-		err = rawServe(*size)
+		err = rawServe(*path)
 	case "read":
-		err = rawRead(*size)
+		err = rawRead(*path)
 	default:
 		err = run(*rounds)
 	}
@@ -151,15 +151,14 @@ func (b *bench) newRig(region int64) (r *rig, err error) {
 		}
 	}
 	if b.hasNIXL {
-		size := strconv.FormatInt(region, 10)
-		if r.rawServer, err = start(b.self, "-role", "serve", "-size", size); err != nil {
+		if r.rawServer, err = start(b.self, "-role", "serve", "-region", r.source.client.Pool().Region); err != nil {
 			return r, err
 		}
 		offer, err := r.rawServer.line()
 		if err != nil {
 			return r, fmt.Errorf("bare NIXL: %w", err)
 		}
-		if r.rawIn, err = start(b.self, "-role", "read", "-size", size); err != nil {
+		if r.rawIn, err = start(b.self, "-role", "read", "-region", r.sinks["nixl"].client.Pool().Region); err != nil {
 			return r, err
 		}
 		if ready, err := r.rawIn.ask(offer); err != nil || ready != "ready" {
@@ -254,8 +253,12 @@ func (b *bench) candidates(r *rig, w workload) (cs []measure.Candidate, err erro
 		way(vllmGo, func(check bool) (time.Duration, error) { return r.vllmPull(w, ours, check) })
 	}
 	if b.hasNIXL {
-		way(rawNIXL, func(bool) (time.Duration, error) { // it always compares
-			s, err := r.rawIn.ask(fmt.Sprintf("%d %d", w.count, w.bytes))
+		moves, err := r.moves(w, ours)
+		if err != nil {
+			return nil, err
+		}
+		way(rawNIXL, func(check bool) (time.Duration, error) {
+			s, err := r.rawIn.ask(rawLine(check, moves))
 			if err != nil {
 				return 0, err
 			}
@@ -267,6 +270,27 @@ func (b *bench) candidates(r *rig, w workload) (cs []measure.Candidate, err erro
 		return slices.Index(candidates, x.Name) - slices.Index(candidates, y.Name)
 	})
 	return cs, nil
+}
+
+// moves says where the source has the entries, and where the sink puts them.
+func (r *rig) moves(w workload, p ec.Params) ([]move, error) {
+	sink := r.sinks["nixl"]
+	if err := sink.fetch(p); err != nil {
+		return nil, err
+	}
+	var all []move
+	for _, key := range w.keys() {
+		from, err := r.source.offset(key)
+		if err != nil {
+			return nil, err
+		}
+		to, err := sink.offset(key)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, move{key, from, to, w.bytes})
+	}
+	return all, sink.remove(w)
 }
 
 func (r *rig) vllmPull(w workload, p ec.Params, check bool) (time.Duration, error) {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -113,21 +114,11 @@ func (n *ferryNode) add(w workload) (ec.Params, error) {
 
 // pull fetches all entries at once and gives the time until their results are here. Then it removes them again.
 func (n *ferryNode) pull(w workload, p ec.Params, check bool) (time.Duration, error) {
-	ctx := context.Background()
 	begin := time.Now()
-	results, err := n.client.Fetch(ctx, p, 0)
+	err := n.fetch(p)
+	took := time.Since(begin)
 	if err != nil {
 		return 0, err
-	}
-	var wrong error
-	for r := range results {
-		if r.Outcome != ec.FetchReady || r.Plane != n.planes {
-			wrong = fmt.Errorf("%s: %v by plane %q: %s", r.Key, r.Outcome, r.Plane, r.Reason)
-		}
-	}
-	took := time.Since(begin)
-	if wrong != nil {
-		return 0, wrong
 	}
 	if check {
 		for _, key := range w.keys() {
@@ -136,15 +127,44 @@ func (n *ferryNode) pull(w workload, p ec.Params, check bool) (time.Duration, er
 			}
 		}
 	}
+	return took, n.remove(w)
+}
+
+func (n *ferryNode) fetch(p ec.Params) (err error) {
+	results, err := n.client.Fetch(context.Background(), p, 0)
+	if err != nil {
+		return err
+	}
+	for r := range results {
+		if r.Outcome != ec.FetchReady || r.Plane != n.planes {
+			err = fmt.Errorf("%s: %v by plane %q: %s", r.Key, r.Outcome, r.Plane, r.Reason)
+		}
+	}
+	return err
+}
+
+func (n *ferryNode) remove(w workload) error {
 	var ops []client.Op
 	for _, key := range w.keys() {
 		ops = append(ops, client.RemoveOp(key))
 	}
-	removed, err := n.client.Batch(ctx, ops...)
+	removed, err := n.client.Batch(context.Background(), ops...)
 	for _, r := range removed {
 		err = errors.Join(err, r.Err)
 	}
-	return took, err
+	return err
+}
+
+// offset is where the entry lies in the pool, in one piece.
+func (n *ferryNode) offset(key string) (int64, error) {
+	i, err := n.client.Lookup(context.Background(), key)
+	if err != nil {
+		return 0, err
+	}
+	if len(i[0].Extents) != 1 {
+		return 0, fmt.Errorf("%s lies in %d pieces", key, len(i[0].Extents))
+	}
+	return int64(i[0].Extents[0].Start) * rowBytes, nil
 }
 
 func (n *ferryNode) check(key string, size int64) error {
@@ -155,7 +175,7 @@ func (n *ferryNode) check(key string, size int64) error {
 	defer m.Release()
 	want := pattern(key, size)
 	for _, b := range m.Buffers() {
-		if string(b) != string(want[:len(b)]) {
+		if !bytes.Equal(b, want[:len(b)]) {
 			return fmt.Errorf("%s: wrong bytes", key)
 		}
 		want = want[len(b):]

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/hex"
 	"fmt"
@@ -15,29 +16,62 @@ import (
 	"github.com/tensorferry/tensorferry/region"
 )
 
-// The limit of the nixl rows: two processes with an agent each and nothing else. One offers a pool, the other READs of it what it is
-// told to: "ENTRIES BYTES" a line, answered by the seconds from making the requests to the last one's end.
+// The limit of the nixl rows: two processes with an agent each and nothing else, which READ the same bytes between the same pages as
+// the nodes do: how fast a page is depends on what the host has under it. One maps the pool of the source, the other that of the
+// sink, and READs what a line of "CHECK [KEY FROM TO BYTES]..." says, offsets in the pools. The answer is the seconds from making
+// the requests to the last one's end. What was read is looked at only if CHECK is true: no more than a node does.
 
-// rawEnd is an agent with a pool of the same kind as a node's.
+// move is one READ.
+type move struct {
+	key             string
+	from, to, bytes int64
+}
+
+func rawLine(check bool, moves []move) string {
+	b := strconv.AppendBool(nil, check)
+	for _, m := range moves {
+		b = fmt.Appendf(b, " %s %d %d %d", m.key, m.from, m.to, m.bytes)
+	}
+	return string(b)
+}
+
+func parseRawLine(line string) (check bool, moves []move, err error) {
+	f := strings.Fields(line)
+	if len(f)%4 != 1 {
+		return false, nil, fmt.Errorf("a line of %d fields", len(f))
+	}
+	check = f[0] == "true"
+	for f = f[1:]; len(f) > 0; f = f[4:] {
+		m := move{key: f[0]}
+		if _, err := fmt.Sscan(strings.Join(f[1:4], " "), &m.from, &m.to, &m.bytes); err != nil {
+			return false, nil, err
+		}
+		moves = append(moves, m)
+	}
+	return check, moves, nil
+}
+
+// rawEnd is an agent that has registered a node's pool.
 type rawEnd struct {
 	agent *nixl.Agent
 	pool  []byte
-	close func()
 }
 
-func newRawEnd(name string, size int64) (*rawEnd, error) {
+func newRawEnd(name, path string, writable bool) (*rawEnd, error) {
 	library, err := nixl.Load()
 	if err != nil {
 		return nil, err
 	}
-	dir, err := os.MkdirTemp("/dev/shm", "ferry-bench-")
+	mode := os.O_RDONLY
+	if writable {
+		mode = os.O_RDWR
+	}
+	f, err := os.OpenFile(path, mode, 0)
 	if err != nil {
 		return nil, err
 	}
-	defer os.RemoveAll(dir) // the mapping stays
-	r, err := region.Create(context.Background(), region.Options{
-		Dir: dir, Identity: region.Identity{Instance: name, Group: "0"}, Geometry: region.Geometry{BlockBytes: rowBytes, Blocks: int(size / rowBytes)},
-	})
+	defer f.Close()
+	m, err := region.Attach(f, writable)
 	if err != nil {
 		return nil, err
 	}
@@ -49,19 +83,16 @@ func newRawEnd(name string, size int64) (*rawEnd, error) {
 	if _, err := agent.CreateBackend("UCX", nil); err != nil {
 		return nil, err
 	}
-	if _, err := agent.Register(nixl.DRAM, []nixl.Range{nixl.RangeOf(r.Pool())}); err != nil {
-		return nil, err
-	}
-	return &rawEnd{agent: agent, pool: r.Pool(), close: func() { _ = agent.Close(); _ = r.Close(true) }}, nil
+	_, err = agent.Register(nixl.DRAM, []nixl.Range{nixl.RangeOf(m.Pool())})
+	return &rawEnd{agent: agent, pool: m.Pool()}, err
 }
 
-func rawServe(size int64) error {
-	e, err := newRawEnd("serve", size)
+func rawServe(path string) error {
+	e, err := newRawEnd("serve", path, false)
 	if err != nil {
 		return err
 	}
-	defer e.close()
-	copy(e.pool, pattern("raw", size))
+	defer e.agent.Close()
 	md, err := e.agent.LocalMetadata()
 	if err != nil {
 		return err
@@ -71,12 +102,12 @@ func rawServe(size int64) error {
 	return err
 }
 
-func rawRead(size int64) error {
-	e, err := newRawEnd("read", size)
+func rawRead(path string) error {
+	e, err := newRawEnd("read", path, true)
 	if err != nil {
 		return err
 	}
-	defer e.close()
+	defer e.agent.Close()
 	in := bufio.NewScanner(os.Stdin)
 	in.Buffer(nil, 1<<20)
 	in.Scan()
@@ -94,32 +125,37 @@ func rawRead(size int64) error {
 		return err
 	}
 	fmt.Println("ready")
-	for want := pattern("raw", size); in.Scan(); {
-		var count, each int64
-		if _, err := fmt.Sscan(in.Text(), &count, &each); err != nil {
-			return err
-		}
-		took, err := e.read(peer, uintptr(base), count, each)
+	for in.Scan() {
+		check, moves, err := parseRawLine(in.Text())
 		if err != nil {
 			return err
 		}
-		if n := count * each; string(e.pool[:n]) != string(want[:n]) {
-			return fmt.Errorf("READ of %d bytes: wrong bytes", n)
+		for _, m := range moves {
+			if check {
+				clear(e.pool[m.to : m.to+m.bytes])
+			}
 		}
-		clear(e.pool[:count*each])
+		took, err := e.read(peer, uintptr(base), moves)
+		if err != nil {
+			return err
+		}
+		for _, m := range moves {
+			if check && !bytes.Equal(e.pool[m.to:m.to+m.bytes], pattern(m.key, m.bytes)) {
+				return fmt.Errorf("%s: wrong bytes", m.key)
+			}
+		}
 		fmt.Println(took.Seconds())
 	}
 	return in.Err()
 }
 
 // read makes and posts all requests, then waits for each.
-func (e *rawEnd) read(peer *nixl.Peer, base uintptr, count, each int64) (time.Duration, error) {
+func (e *rawEnd) read(peer *nixl.Peer, base uintptr, moves []move) (time.Duration, error) {
 	begin := time.Now()
 	var waiting []*nixl.Request
-	for i := range count {
-		at := i * each
-		r, err := e.agent.NewRequest(nixl.Read, nixl.Descs{Ranges: []nixl.Range{nixl.RangeOf(e.pool[at : at+each])}},
-			nixl.Descs{Ranges: []nixl.Range{{Addr: base + uintptr(at), Len: uint64(each)}}}, peer, nixl.RequestOptions{})
+	for _, m := range moves {
+		r, err := e.agent.NewRequest(nixl.Read, nixl.Descs{Ranges: []nixl.Range{nixl.RangeOf(e.pool[m.to : m.to+m.bytes])}},
+			nixl.Descs{Ranges: []nixl.Range{{Addr: base + uintptr(m.from), Len: uint64(m.bytes)}}}, peer, nixl.RequestOptions{})
 		if err != nil {
 			return 0, err
 		}
