@@ -16,10 +16,11 @@ test: deps
 	@$(GO) vet ./...
 	@$(GO) tool gotestsum --format pkgname --format-hide-empty-pkg -- -race -timeout 15m ./...
 
-# The suite against the real peers (vLLM, NIXL): several GB of wheels, into a venv outside the tree that is kept.
+# The suite against the real peers (vLLM, NIXL, vLLM-Omni, torch): several GB of wheels, into a venv outside the tree that is kept.
+PEERS := ./interop/... ./nixl/... ./transfer/nixl/... ./tensor/... ./stage/...
 interop: deps peers
 	@PEERS_PYTHON="$$(interop/peers/setup.sh | tail -n 1)" \
-	  $(GO) tool gotestsum --format testname -- -race -count 1 -timeout 30m ./interop/...
+	  $(GO) tool gotestsum --format testname --hide-summary skipped -- -race -count 1 -timeout 30m $(PEERS)
 
 peers:
 	@interop/peers/setup.sh

@@ -61,8 +61,9 @@ func TestALateAckOfAnEndedPullDoesNotPassForAYoungOne(t *testing.T) {
 		time.AfterFunc(time.Second, slow.release)
 		wantOutcome(t, p.consumer.Fetch(bg, "img", announced(3), 1), FetchReady)
 		wantBytes(t, p.ccache, "img")
-		if n := p.consumer.Stats().VerifyFailed; n != 1 {
-			t.Errorf("%d READs refused, want that on the old grant", n)
+		// One or both of the old acks are acted on, whichever find the pull waiting for one.
+		if n := p.consumer.Stats().VerifyFailed; n != 1 && n != 2 {
+			t.Errorf("%d READs refused, want those on the old grants", n)
 		}
 	})
 }
