@@ -49,8 +49,8 @@ func run[R any](role func(ctx context.Context, r R) int) int {
 		fmt.Fprintln(os.Stderr, err)
 		return exitFailed
 	}
-	// Never stopped: a second SIGTERM must not kill what is ending.
-	ctx, _ := signal.NotifyContext(context.Background(), syscall.SIGTERM) //nolint:govet // ends with the process
+	// Never stopped, it ends with the process: a second SIGTERM must not kill what is ending.
+	ctx, _ := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	return role(ctx, r)
 }
 
