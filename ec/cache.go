@@ -117,6 +117,7 @@ type slotTable interface {
 	Free(i int)
 	SetHolds(i int, n uint32)
 	SetPins(i int, n uint32)
+	SetGranted(i int, granted bool)
 	Load(i int) (region.Slot, error)
 }
 
@@ -354,7 +355,8 @@ type Pin struct {
 	e    *entry
 	over bool // under the cache's lock, as stored
 
-	stored bool // counted in entry.stored
+	stored  bool // counted in entry.stored
+	granted bool // counted in entry.granted
 }
 
 // Info describes the entry as it is now.
@@ -378,6 +380,7 @@ func (p *Pin) Release() {
 	}
 	p.over = true
 	p.unkeep()
+	p.ungrant()
 	e.pins--
 	if e.pins == 0 {
 		e.c.reclass(e)

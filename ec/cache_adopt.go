@@ -30,6 +30,9 @@ type Adopted struct {
 	// Pinned has a pin for each entry that clients had pinned. The caller releases them when none of these clients can have the
 	// entry in use any more.
 	Pinned []*Pin
+	// Granted has a pin for each entry that plain peers may still READ by an agent of the dead owner. The caller releases them when
+	// no such agent lives any more.
+	Granted []*Pin
 }
 
 // AdoptCache is NewCache for a region that region.Take gave, whether adopted or new. Ready entries are served again, in order of
@@ -176,10 +179,16 @@ func (a *adoption) enter() error {
 		a.c.names.put(e, a.c.names.hash(e.key))
 		a.c.evict.add(e)
 		if f.Pins > 0 {
-			e.pins = 1
+			e.pins++
 			p := &Pin{e: e}
 			p.keep()
 			a.Pinned = append(a.Pinned, p)
+		}
+		if f.Slot.Granted {
+			e.pins++
+			p := &Pin{e: e}
+			p.grant()
+			a.Granted = append(a.Granted, p)
 		}
 		a.c.reclass(e)
 		a.Entries++
@@ -264,6 +273,34 @@ func (p *Pin) keep() {
 	p.stored = true
 	p.e.stored++
 	p.e.c.slots.SetPins(p.e.slot, uint32(p.e.stored))
+}
+
+// KeepGranted records in the region that a plain peer may READ the entry for as long as the pin is held. Should this process die,
+// whoever adopts the region finds the entry in Adopted.Granted. Call it before the peer is told. Idempotent; without effect after
+// Release.
+func (p *Pin) KeepGranted() {
+	p.e.c.mu.Lock()
+	defer p.e.c.mu.Unlock()
+	if !p.over && !p.granted {
+		p.grant()
+	}
+}
+
+func (p *Pin) grant() {
+	p.granted = true
+	if p.e.granted++; p.e.granted == 1 {
+		p.e.c.slots.SetGranted(p.e.slot, true)
+	}
+}
+
+// ungrant is called by Release.
+func (p *Pin) ungrant() {
+	if !p.granted {
+		return
+	}
+	if p.e.granted--; p.e.granted == 0 {
+		p.e.c.slots.SetGranted(p.e.slot, false)
+	}
 }
 
 // unkeep is called by Release.

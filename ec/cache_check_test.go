@@ -222,6 +222,13 @@ func (a *auditTable) SetPins(i int, n uint32) {
 	a.slots[i].Pins = n
 }
 
+func (a *auditTable) SetGranted(i int, granted bool) {
+	if a.slots[i].State != region.SlotReady {
+		a.t.Errorf("SetGranted of slot %d, which is %+v", i, a.slots[i])
+	}
+	a.slots[i].Granted = granted
+}
+
 func (a *auditTable) Load(i int) (region.Slot, error) { return a.slots[i], nil }
 
 const testBlock = 16 // bytes of a block in tests

@@ -56,6 +56,7 @@ type entry struct {
 	heap    int32  // its place in order.back, from 1; 0: not there
 	pins    int32
 	stored  int32 // pins that the region records
+	granted int32 // pins for grants that the region records
 	holds   int32
 	sum     uint64
 	seq     uint64 // of its commit

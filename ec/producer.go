@@ -42,6 +42,10 @@ type ServedPool struct {
 	Compat wire.Compat
 	Memory transfer.Memory  // the pool; registered on every plane by NewProducer
 	Planes []transfer.Plane // by preference
+
+	// Granted is what AdoptCache gave. NewProducer takes the pins, and holds them for as long as an agent of the process before
+	// may serve them (see Successor).
+	Granted []*Pin
 }
 
 // messenger is what a Producer needs of a control.Router.
@@ -71,6 +75,7 @@ type servedPool struct {
 	bySource map[string]usage
 	burned   map[string]usage // by source
 	rotation rotation
+	granted  []*Pin // by the process before, whose agents still serve; under no lock: see succeed
 }
 
 // Producer answers peers that ask for entries of its pools: pin, grant, ack, and let go at verify, notification or lease.
@@ -148,6 +153,7 @@ func (p *Producer) register(ctx context.Context, sp ServedPool) error {
 			pool.plain = ps
 		}
 	}
+	p.succeed(pool, sp.Granted)
 	return nil
 }
 
@@ -260,6 +266,9 @@ func (p *Producer) grant(from control.Source, r *wire.Request, pool *servedPool,
 	if status := p.offer(from, r, g); status != wire.OK {
 		pin.Release()
 		return nil, status
+	}
+	if g.plain {
+		pin.KeepGranted()
 	}
 	g.expires = time.Now().Add(p.lease)
 	p.grants.add(g)
@@ -455,6 +464,7 @@ func (p *Producer) Close() error {
 				errs = append(errs, fmt.Errorf("ec: withdraw the pool from plane %s: %w", o.name, err))
 			}
 		}
+		pool.releaseGranted()
 	}
 	return errors.Join(errs...)
 }

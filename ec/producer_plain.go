@@ -29,6 +29,7 @@ type incarnation struct {
 	metadata   []byte
 	descriptor []byte // of the whole pool
 	gone       <-chan struct{}
+	since      time.Time // taken over from a process that died; zero: this process started it
 }
 
 func (i *incarnation) over() bool {
@@ -96,6 +97,9 @@ func (p *Producer) fillPlain(ack *wire.Ack, g *grant) {
 	g.acks++
 	g.told = remember(g.told, agent)
 	s := p.grants.plainSession(g.session)
+	if former := g.pool.rotation.retiring; former != nil && former.inherited() && !slices.Contains(s.knows, agent) {
+		s.knows = remember(s.knows, former) // it may have been told by the process before
+	}
 	s.knows = remember(s.knows, agent)
 	s.conn, s.gone = g.conn, time.Time{}
 }

@@ -138,6 +138,11 @@ func (p *Producer) rotate(pool *servedPool, rotator Rotator) {
 		return
 	}
 
+	p.retire(pool, former, end)
+}
+
+// retire ends a former incarnation once nobody will use it any more.
+func (p *Producer) retire(pool *servedPool, former *incarnation, end func()) {
 	check := time.NewTicker(lastReads / 9)
 	defer check.Stop()
 	for !p.retired(pool, former) {
@@ -169,6 +174,9 @@ func (p *Producer) retired(pool *servedPool, former *incarnation) bool {
 	if former.over() {
 		return true
 	}
+	if former.inherited() && time.Since(former.since) < sessionGone {
+		return false // sessions that only the process before knew: all their connections ended with it
+	}
 	reading := map[string]bool{} // sessions with a grant that the former one may still serve
 	for _, g := range p.grants.byID {
 		if g.plain && g.pool == pool && knows(g.told, former) {
@@ -181,7 +189,7 @@ func (p *Producer) retired(pool *servedPool, former *incarnation) bool {
 		}
 		gone := !s.gone.IsZero() && time.Since(s.gone) >= sessionGone
 		// Acks of a session are acted on in their order: who has READ on the new incarnation has acted on all acks of the former one.
-		moved := s.moved != nil && s.moved != former && s.moved == pool.agent && (!reading[name] || time.Since(s.movedAt) >= lastReads)
+		moved := s.moved != nil && s.moved != former && s.moved == pool.agent && (!reading[name] && !former.inherited() || time.Since(s.movedAt) >= lastReads)
 		if !gone && !moved {
 			return false
 		}

@@ -18,6 +18,7 @@ type gate struct {
 	waiting int           // bytes held back
 	from    time.Time     // since when the first of them is
 	conns   []net.Conn
+	keep    bool // a peer is not told that the producer is gone
 	running sync.WaitGroup
 }
 
@@ -30,11 +31,7 @@ func newGate(t testing.TB, target string) *gate {
 	g.running.Go(g.accept)
 	t.Cleanup(func() {
 		_ = l.Close()
-		g.mu.Lock()
-		for _, c := range g.conns {
-			_ = c.Close()
-		}
-		g.mu.Unlock()
+		g.cut()
 		g.release()
 		g.running.Wait()
 	})
@@ -73,6 +70,23 @@ func (g *gate) since() time.Time {
 	return g.from
 }
 
+// hide keeps the peers' connections while the producer goes, until cut.
+func (g *gate) hide() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.keep = true
+}
+
+func (g *gate) cut() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.keep = false
+	for _, c := range g.conns {
+		_ = c.Close()
+	}
+	g.conns = nil
+}
+
 func (g *gate) accept() {
 	for {
 		in, err := g.listener.Accept()
@@ -93,7 +107,12 @@ func (g *gate) accept() {
 		})
 		g.running.Go(func() {
 			g.answers(in, out)
-			_ = in.Close()
+			g.mu.Lock()
+			keep := g.keep
+			g.mu.Unlock()
+			if !keep {
+				_ = in.Close()
+			}
 		})
 	}
 }

@@ -205,11 +205,22 @@ type nodeProcess struct {
 // startNode starts a node with the nixl plane only. flags come after the defaults, and win.
 func startNode(t testing.TB, flags ...string) *nodeProcess {
 	t.Helper()
+	return startNodeAt(t, filepath.Join(t.TempDir(), "s"), flags...)
+}
+
+// again starts the next node of one that has ended: of the same instance, so that it goes on with its region and port.
+func (n *nodeProcess) again(flags ...string) *nodeProcess {
+	n.t.Helper()
+	_ = n.client.Close()
+	return startNodeAt(n.t, n.socket, flags...)
+}
+
+func startNodeAt(t testing.TB, socket string, flags ...string) *nodeProcess {
+	t.Helper()
 	py := python(t)
 	path, err := ferry()
 	must(t, err)
-	dir := t.TempDir()
-	n := &nodeProcess{socket: filepath.Join(dir, "s")}
+	n := &nodeProcess{socket: socket}
 	n.args = append([]string{
 		"node", "--socket", n.socket, "--ec-cpu-bytes", "64MiB", "--model", "tiny-mm", "--dtype", "torch.bfloat16",
 		"--block-bytes", strconv.Itoa(block), "--vllm-version", "0.32.0", "--side-channel", "127.0.0.1:0", "--admin", "off", "--planes", "nixl",

@@ -221,7 +221,7 @@ func TestAWarmVLLMOutlivesRestartsOfTheNodeOnOnePort(t *testing.T) {
 	for i, s := range []syscall.Signal{syscall.SIGTERM, syscall.SIGKILL} {
 		_ = n.client.Close()
 		n.stop(s)
-		n = startNode(t, "--side-channel", n.address())
+		n = n.again("--side-channel", n.address())
 		sizes = entries(10*(i+1), 3, 64*kib, mib)
 		n.put(sizes)
 		c.ask(n.address(), sizes)

@@ -54,7 +54,7 @@ func (s *settings) nixlOptions(log *slog.Logger) nixl.Options {
 	// Without a trusted network the side channel is on loopback, and so must be what NIXL's agents listen on.
 	o := nixl.Options{Library: s.NIXL.Library, Backends: s.backends, Name: "ferry-" + s.Instance, Loopback: !s.Trusted, Log: log}
 	if !s.NIXL.InProcess {
-		o.Command = s.NIXL.AgentCommand
+		o.Command, o.Outlive = s.NIXL.AgentCommand, true
 	}
 	return o
 }
@@ -68,6 +68,11 @@ func (c Config) ExamineNIXL(ctx context.Context, log *slog.Logger) (nixl.Report,
 	ctx, cancel := context.WithTimeout(ctx, selfTestTimeout)
 	defer cancel()
 	return nixl.Examine(ctx, s.nixlOptions(log)), nil
+}
+
+// takesOver says whether a plane goes on with the agents that outlived the node before.
+func (s *settings) takesOver(planes []transfer.Plane) bool {
+	return !s.NIXL.InProcess && slices.ContainsFunc(planes, func(p transfer.Plane) bool { return p.Name() == transfer.NIXL })
 }
 
 // openNIXL brings the plane up and lets it read from itself, so that a node that says it is ready can move bytes.

@@ -22,6 +22,7 @@ import (
 	"github.com/tensorferry/tensorferry/ec"
 	"github.com/tensorferry/tensorferry/ec/wire"
 	"github.com/tensorferry/tensorferry/transfer"
+	"github.com/tensorferry/tensorferry/transfer/nixl"
 )
 
 // Node is a running node. Its methods are safe for concurrent use.
@@ -197,6 +198,11 @@ func (n *Node) startPeers(ctx context.Context) error {
 			return err
 		}
 		defer func() { _ = sp.Memory.File.Close() }()
+		if p.region.Adopted() && !n.s.takesOver(n.planes) {
+			if err := nixl.EndServing(ctx, sp.Memory.File, n.log); err != nil {
+				return fmt.Errorf("region %s: %w", p.region.Path(), err)
+			}
+		}
 		o.Pools = append(o.Pools, sp)
 	}
 	if n.producer, err = ec.NewProducer(ctx, o); err != nil {

@@ -22,6 +22,7 @@ type pool struct {
 	cache    *ec.Cache
 	clients  *clients
 	consumer *ec.Consumer
+	granted  []*ec.Pin // by the node before; the producer's, once there is one
 }
 
 // openPool makes the region and its cache, or goes on with those of a node that died. The consumer comes later, when there are
@@ -56,6 +57,7 @@ func openPool(ctx context.Context, s *settings, ps poolSettings, log *slog.Logge
 		_ = p.region.Close(!p.region.Adopted())
 		return nil, err
 	}
+	p.granted = adopted.Granted
 	p.clients = newClients(p.region, adopted, log)
 	p.logStart(adopted, time.Since(start), log)
 	return p, nil
@@ -72,6 +74,8 @@ func (p *pool) served(planes []transfer.Plane) (ec.ServedPool, error) {
 		Compat: p.compat,
 		Memory: transfer.Memory{Bytes: p.region.Pool(), File: f, Path: p.region.Path(), FileOffset: p.region.PoolOffset()},
 		Planes: planes,
+
+		Granted: p.granted,
 	}, nil
 }
 

@@ -103,7 +103,7 @@ func (p *pool) logStart(a *ec.Adopted, took time.Duration, log *slog.Logger) {
 	case p.region.Adopted():
 		log.Info("region adopted from the node before", "region", p.region.Path(), "epoch", p.region.Epoch(), "entries", a.Entries,
 			"bytes", a.Bytes, "verified", a.Verified, "dropped", a.Dropped+len(a.Corrupt), "fetches_freed", a.Freed,
-			"reservations_kept", len(a.Filling), "pinned", len(a.Pinned), "took", took)
+			"reservations_kept", len(a.Filling), "pinned", len(a.Pinned), "granted", len(a.Granted), "took", took)
 	case why != "":
 		log.Warn("region of the node before reaped, not adopted", "region", p.region.Path(), "pid", replaced, "because", why)
 	}

@@ -86,7 +86,7 @@ func open(ctx context.Context, o Options, k kernel, mayAdopt bool) (*Region, err
 // build runs under the claim of name.
 func build(ctx context.Context, dir *os.File, name string, o Options, k kernel) (*Region, error) {
 	path := filepath.Join(dir.Name(), name)
-	old, err := reap(dir, name, o.Identity, o.Replace)
+	old, err := reap(ctx, dir, name, o.Identity, o.Replace)
 	if err != nil {
 		return nil, err
 	}
@@ -112,7 +112,7 @@ func build(ctx context.Context, dir *os.File, name string, o Options, k kernel) 
 	}}
 	err = r.fill(ctx, o.Mode, size, k)
 	if err == nil {
-		err = publish(dir, name, f, o)
+		err = publish(ctx, dir, name, f, o)
 	}
 	if temp != "" { // the published name is a second link to it
 		err = errors.Join(err, unix.Unlinkat(int(dir.Fd()), temp, 0))
@@ -182,14 +182,14 @@ func newFile(dir *os.File, name, path string, k kernel) (f *os.File, temp string
 
 // publish gives the file its name, which must not be taken. Under the claim only a process that does not follow the protocol
 // can have taken it since the reaping; what it put there is judged once more.
-func publish(dir *os.File, name string, f *os.File, o Options) error {
+func publish(ctx context.Context, dir *os.File, name string, f *os.File, o Options) error {
 	source := "/proc/self/fd/" + strconv.Itoa(int(f.Fd()))
 	for range raceTries {
 		err := unix.Linkat(unix.AT_FDCWD, source, int(dir.Fd()), name, unix.AT_SYMLINK_FOLLOW)
 		if err != unix.EEXIST {
 			return os.NewSyscallError("linkat", err)
 		}
-		if _, err := reap(dir, name, o.Identity, o.Replace); err != nil {
+		if _, err := reap(ctx, dir, name, o.Identity, o.Replace); err != nil {
 			return err
 		}
 	}
@@ -198,8 +198,8 @@ func publish(dir *os.File, name string, f *os.File, o Options) error {
 
 // reap removes what lies under name if it is a region of this user and identity whose owner is dead, and returns its header;
 // a zero header if nothing lies there. Whatever else lies there is left alone and named in the error, and so is a region that
-// waits for its owner's restart unless replace is set.
-func reap(dir *os.File, name string, id Identity, replace bool) (header, error) {
+// waits for its owner's restart unless replace is set. Processes that serve it for a restart end with its name, and are waited for.
+func reap(ctx context.Context, dir *os.File, name string, id Identity, replace bool) (header, error) {
 	path := filepath.Join(dir.Name(), name)
 	for range raceTries {
 		f, err := openOwn(dir, name, unix.O_RDWR)
@@ -210,6 +210,9 @@ func reap(dir *os.File, name string, id Identity, replace bool) (header, error) 
 			return header{}, err
 		}
 		h, done, err := reapOpen(dir, name, path, f, id, replace)
+		if done {
+			awaitServers(ctx, f)
+		}
 		f.Close() // gives the lock up
 		if done || err != nil {
 			return h, err

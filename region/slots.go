@@ -24,11 +24,13 @@ const (
 //	      3      checksum of the encoding
 //	      4      flags: bit 0, the encoding has a checksum
 //	      5      pins of clients
+//	      6      1: granted to peers that may READ it by an agent that outlives the owner
 //	      8..63  the record (see record.go), constant from Fill to Free
 //
 // The order of stores makes a table truthful at whatever instruction its owner is killed. Fill stores word 0 as filling, then the
 // rest: a record that is half written has a wrong checksum, and its extents were not handed out yet. Ready stores words 3 and 4,
-// then word 0. Free stores word 0. Word 5 is stored before a client is told of its pin, and after it let go.
+// then word 0. Free stores word 0. Words 5 and 6 are stored before a client or a peer is told,
+// and after it let go.
 const (
 	slotWords    = SlotBytes / 8
 	wordState    = 0
@@ -37,6 +39,7 @@ const (
 	wordChecksum = 3
 	wordFlags    = 4
 	wordPins     = 5
+	wordGranted  = 6
 	wordRecord   = 8
 	recordWords  = slotWords - wordRecord
 
@@ -81,11 +84,12 @@ type Slot struct {
 	HasChecksum bool
 	Holds       uint32
 	Pins        uint32 // of clients, which outlive the owner
+	Granted     bool   // see SetGranted
 }
 
 // SlotTable is the table of slots of a mapped region. Reads are safe from any process and goroutine, at any time; writes are the
 // owner's, under its lock. The table dies with its Region or Mapping. A write to an attacher's table is a bug and panics, and so
-// is an index out of range in Ready, Free, SetHolds and SetPins; what a peer may name (Load, Check) is checked.
+// is an index out of range in Ready, Free, SetHolds, SetPins and SetGranted; what a peer may name (Load, Check) is checked.
 type SlotTable struct {
 	words    []uint64
 	gen      *uint64 // the generation given last
@@ -118,8 +122,8 @@ func (t *SlotTable) writableSlot(i int) *[slotWords]uint64 {
 func (t *SlotTable) Len() int { return t.geometry.Slots }
 
 // Fill writes a reservation: state filling and a new generation are visible before any byte of the extents may change.
-// It returns the generation. State, Gen, Checksum, HasChecksum and Pins of s are ignored. ErrSlot: the slot is not free, or s does not
-// fit the format or the pool; nothing has changed then.
+// It returns the generation. State, Gen, Checksum, HasChecksum, Pins and Granted of s are ignored. ErrSlot: the slot is not free, or
+// s does not fit the format or the pool; nothing has changed then.
 func (t *SlotTable) Fill(i int, s Slot) (uint64, error) {
 	if uint(i) >= uint(t.Len()) {
 		return 0, fmt.Errorf("%w: %d of %d", ErrSlot, i, t.Len())
@@ -137,6 +141,7 @@ func (t *SlotTable) Fill(i int, s Slot) (uint64, error) {
 	storeWord(&w[wordHolds], uint64(s.Holds))
 	storeWord(&w[wordFlags], 0)
 	storeWord(&w[wordPins], 0)
+	storeWord(&w[wordGranted], 0)
 	storeWord(&w[wordSum], r.sum(gen))
 	storeWords(w[wordRecord:], r.words[:r.n])
 	return gen, nil
@@ -173,6 +178,15 @@ func (t *SlotTable) SetPins(i int, n uint32) {
 	storeWord(&t.writableSlot(i)[wordPins], uint64(n))
 }
 
+// SetGranted records whether peers were granted the entry that may READ it after the owner's death, by an agent that outlives it.
+func (t *SlotTable) SetGranted(i int, granted bool) {
+	var word uint64
+	if granted {
+		word = 1
+	}
+	storeWord(&t.writableSlot(i)[wordGranted], word)
+}
+
 // Load gives a consistent copy, or ErrFormat if the slot's content is impossible (never a panic). ErrSlot: no such slot.
 //
 // A free slot has a state and the generation of its last entry, nothing else. A filling slot whose record is not complete (its
@@ -198,6 +212,7 @@ func (t *SlotTable) Load(i int) (Slot, error) {
 		checksum := atomic.LoadUint64(&w[wordChecksum])
 		flags := atomic.LoadUint64(&w[wordFlags])
 		pins := atomic.LoadUint64(&w[wordPins])
+		granted := atomic.LoadUint64(&w[wordGranted])
 		if atomic.LoadUint64(&w[wordState]) != now {
 			continue
 		}
@@ -213,7 +228,7 @@ func (t *SlotTable) Load(i int) (Slot, error) {
 		if s.State == SlotReady && flags&flagHasSum != 0 {
 			s.Checksum, s.HasChecksum = checksum, true
 		}
-		s.Holds, s.Pins = uint32(holds), uint32(pins)
+		s.Holds, s.Pins, s.Granted = uint32(holds), uint32(pins), granted != 0
 		return s, nil
 	}
 	// It changes faster than it can be read: whatever it holds now, nobody may rely on its bytes.

@@ -20,7 +20,8 @@ func (a *app) nixlAgentCmd() *cobra.Command {
 		Use:   nixlAgentName + " --role serve|fetch",
 		Short: "A NIXL agent of a node; nodes start it themselves",
 		Long: `A process of a node's nixl plane: it holds the NIXL library, so that what goes wrong in there does not end the node. The node
-starts it with a socket as file descriptor 3, and it ends with the node. The role is for the process list.`,
+starts it with a socket as file descriptor 3, and it ends with the node. One that serves outlives a node that is killed, until the
+next node of the region has retired it, or the region waits for none. The role is for the process list.`,
 		Hidden: true,
 		Args:   noArgs,
 		RunE: func(*cobra.Command, []string) error {

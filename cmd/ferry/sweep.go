@@ -20,7 +20,7 @@ nodes. What lives stays, and so does what is another user's, a symbolic link, or
 they start. One line a file:
 {"file":..,"bytes":..,"reaped":true|false,"reason":..}
 
-Engines that still have a region mapped keep its memory until they end.`,
+Engines that still have a region mapped keep its memory until they end. NIXL agents that outlived the node end with the region.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			swept, err := region.Sweep(o)

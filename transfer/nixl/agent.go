@@ -32,6 +32,8 @@ type attachment struct {
 	file     *os.File // nil: there is none
 	offset   int64    // of bytes[0] in file
 	writable bool     // map it for writing: file must allow it
+	outlive  bool     // go on serving it if the plane's process is killed; file is a region's, and not writable
+	epoch    uint64   // of the region's owner, if outlive
 }
 
 // place is attached memory as peers see it.

@@ -36,9 +36,10 @@ type childOptions struct {
 	log     *slog.Logger
 	environ []string
 	says    func(line string) // nil: log
+	outlive bool              // it may outlive this process
 }
 
-// child is an agent in a process of its own, which ends with this one, whatever ends that.
+// child is an agent in a process of its own, which ends with this one, whatever ends that, unless it outlives it (see outlive.go).
 type child struct {
 	facts  facts
 	o      childOptions
@@ -107,7 +108,10 @@ func (c *child) run(socket *os.File) error {
 	cmd.ExtraFiles = []*os.File{socket}
 	cmd.Stdout, cmd.Stderr = pipe, pipe
 	// A session of its own: a terminal's Ctrl-C is for the node, which ends its agents when nothing needs them any more.
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setsid: true}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	if !c.o.outlive {
+		cmd.SysProcAttr.Pdeathsig = syscall.SIGKILL
+	}
 	started := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread()
@@ -311,10 +315,14 @@ func (c *child) attach(ctx context.Context, m attachment) (place, error) {
 		b = binary.LittleEndian.AppendUint32(b, m.id)
 		b = binary.LittleEndian.AppendUint64(b, uint64(m.offset))
 		b = binary.LittleEndian.AppendUint64(b, uint64(len(m.bytes)))
-		if m.writable {
-			return append(b, 1)
+		how := attachRead
+		switch {
+		case m.writable:
+			how = attachWrite
+		case m.outlive:
+			how = attachOutlive
 		}
-		return append(b, 0)
+		return binary.LittleEndian.AppendUint64(append(b, how), m.epoch)
 	}, func(*fields.Reader) { c.detach(m.id) })
 	if err != nil {
 		return place{}, err
@@ -323,6 +331,13 @@ func (c *child) attach(ctx context.Context, m attachment) (place, error) {
 	p.metadata = r.Bytes(r.Len())
 	return p, nil
 }
+
+// How memory is attached.
+const (
+	attachRead    byte = iota
+	attachWrite        // mapped writable
+	attachOutlive      // read, also when the plane is no more
+)
 
 func (c *child) detach(id uint32) {
 	c.tell(frameDetach, func(b []byte) []byte { return binary.LittleEndian.AppendUint32(b, id) })

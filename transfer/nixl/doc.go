@@ -11,6 +11,7 @@
 //
 //   - A fetch agent that dies costs the READs in flight, which fail with transfer.ErrPeerLost. The next one starts on demand.
 //   - A serve agent that dies is started again at once, under another name. Agent and Metadata then name the new one.
+//   - A serve agent outlives a process that is killed, with Options.Outlive, and serves until the next owner of the memory takes it over.
 //   - A READ cannot be canceled. Closing a peer waits Options.Drain for its READs, then ends the fetch agent under them: once its
 //     process is reaped (or its agent destroyed) nothing writes their destinations any more, and Done is closed.
 //

@@ -107,7 +107,7 @@ func (f *fetcher) checkLocked() {
 func (f *fetcher) start() {
 	ctx, cancel := context.WithTimeout(context.Background(), f.plane.o.StartTimeout)
 	defer cancel()
-	a, err := f.plane.start(ctx, roleFetch, nil)
+	a, err := f.plane.start(ctx, roleFetch, false, nil)
 	if err == nil {
 		if err = f.install(ctx, a); err != nil {
 			a.end()

@@ -17,13 +17,14 @@ import (
 )
 
 // What a plane and an agent process say to each other, over a pair of unix stream sockets: frames of a length (4 bytes, of what
-// follows), a kind (1 byte), an id (8 bytes) and a body, all little endian. Every request but dropPeer, detach and attend is answered by one
-// reply with its id: a code, a text, and what was asked for. Both ends are one build, so there is no version.
+// follows), a kind (1 byte), an id (8 bytes) and a body, all little endian. Every request but dropPeer, detach, attend and end is answered by one
+// reply with its id: a code, a text, and what was asked for. Both ends are one build, so there is no version; takeOver and end, which
+// another build may send, stay as they are.
 type frameKind uint8
 
 const (
 	frameHello        frameKind = iota + 1 // JSON of hello; reply: JSON of facts
-	frameAttach                            // memory id, offset, length, writable; a descriptor; reply: base, agent metadata
+	frameAttach                            // memory id, offset, length, how, epoch; a descriptor; reply: base, agent metadata
 	frameDetach                            // memory id
 	frameAddPeer                           // metadata; reply: peer id
 	frameDropPeer                          // peer id
@@ -31,6 +32,8 @@ const (
 	frameAttend                            // nothing
 	frameReply                             // to the plane
 	frameNotification                      // to the plane: the message
+	frameTakeOver                          // a descriptor of the region: first on a connection to an agent that outlived its plane; reply: nothing
+	frameEnd                               // the process is to end
 )
 
 const (
@@ -70,8 +73,10 @@ func newWire(f *os.File) (*wire, error) {
 		_ = c.Close()
 		return nil, fmt.Errorf("nixl: descriptor %d is no unix socket", f.Fd())
 	}
-	return &wire{conn: u, buf: make([]byte, 64<<10)}, nil
+	return wireOf(u), nil
 }
+
+func wireOf(c *net.UnixConn) *wire { return &wire{conn: c, buf: make([]byte, 64<<10)} }
 
 // send writes one frame, with a file if f is not nil. body appends what follows the header.
 func (w *wire) send(kind frameKind, id uint64, f *os.File, body func([]byte) []byte) error {

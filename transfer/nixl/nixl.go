@@ -55,6 +55,12 @@ type Options struct {
 	// their own only.
 	Exclusive bool
 
+	// Outlive says that registered memory is the pool of a region that waits for a restart of its owner (region.Options.Keep), and
+	// that the caller owns the region. A serve agent then outlives this process if that is killed: it serves its peers until the next
+	// owner's Register takes it over, or until the region waits no more or has lost its name. What the killed process had granted
+	// must not change meanwhile, see Registration.Former. Agents in processes of their own only; other memory's end with the plane.
+	Outlive bool
+
 	Log *slog.Logger // default slog.Default()
 
 	environ []string          // of agent processes, beside this one's
@@ -163,8 +169,8 @@ const (
 	roleFetch role = "fetch"
 )
 
-// start makes a new incarnation of an agent. notify as with newEngine.
-func (p *Plane) start(ctx context.Context, r role, notify func([]byte)) (agent, error) {
+// start makes a new incarnation of an agent, one that may outlive this process if outlive. notify as with newEngine.
+func (p *Plane) start(ctx context.Context, r role, outlive bool, notify func([]byte)) (agent, error) {
 	o := engineOptions{
 		Name: agentName(p.o.Name, r), Backends: p.o.Backends, ProgressDelay: p.o.ProgressDelay, IdlePeers: p.o.IdlePeers,
 	}
@@ -173,7 +179,7 @@ func (p *Plane) start(ctx context.Context, r role, notify func([]byte)) (agent, 
 	if len(p.o.Command) > 0 {
 		c, err := startChild(ctx, childOptions{
 			command: p.o.Command, role: r, hello: hello{Library: p.o.Library, Engine: o}, log: p.o.Log,
-			environ: p.o.environ, says: p.o.says,
+			environ: p.o.environ, says: p.o.says, outlive: outlive,
 		}, notify)
 		if err != nil {
 			return nil, err
@@ -226,8 +232,16 @@ func (p *Plane) Register(ctx context.Context, m transfer.Memory, notify func(tra
 	if p.o.Exclusive && mem.file != nil {
 		err = waitForWriters(ctx, mem.file)
 	}
+	var formers []*former
+	if err == nil && p.o.Outlive && mem.file != nil {
+		formers, err = takeOver(ctx, mem.file, p.o.Log)
+	}
 	if err == nil {
-		r, err = newRegistration(ctx, p, mem, notify)
+		if r, err = newRegistration(ctx, p, mem, notify, formers); err != nil {
+			for _, f := range formers {
+				f.leave()
+			}
+		}
 	}
 	if err == nil {
 		p.mu.Lock()

@@ -39,6 +39,8 @@ func TestMain(m *testing.M) {
 	case os.Getenv(agentEnv) != "":
 	case os.Getenv(nodeEnv) != "":
 		runNode()
+	case os.Getenv(ownerEnv) != "":
+		runOwner()
 	default:
 		os.Exit(m.Run())
 	}

@@ -20,6 +20,11 @@ type Registration struct {
 	cancel context.CancelFunc
 	keeper sync.WaitGroup
 
+	outlive bool   // its agents outlive this process
+	epoch   uint64 // of the region, if so
+	formers []*former
+	gone    chan struct{} // closed when all of these are; nil: there are none
+
 	cur atomic.Pointer[incarnation] // nil: none is up
 
 	mu       sync.Mutex
@@ -38,10 +43,14 @@ type incarnation struct {
 	started time.Time
 }
 
-func newRegistration(ctx context.Context, p *Plane, m *memory, notify func(transfer.Notification)) (*Registration, error) {
+func newRegistration(ctx context.Context, p *Plane, m *memory, notify func(transfer.Notification), formers []*former) (*Registration, error) {
 	r := &Registration{
 		plane: p, memory: m, notify: notify,
 		grants: map[string]struct{}{}, old: map[*incarnation]struct{}{},
+	}
+	if p.o.Outlive && m.file != nil {
+		epoch, waits, err := region.Waiting(m.file) // an error: it is no region
+		r.outlive, r.epoch = err == nil && waits > 0, epoch
 	}
 	r.ctx, r.cancel = context.WithCancel(context.Background())
 	i, err := r.start(ctx)
@@ -56,19 +65,34 @@ func newRegistration(ctx context.Context, p *Plane, m *memory, notify func(trans
 		return nil, fmt.Errorf("nixl: make the memory a destination: %w", err)
 	}
 	r.keeper.Go(r.keep)
+	if len(formers) > 0 {
+		r.formers, r.gone = formers, make(chan struct{})
+		go func() {
+			for _, f := range formers {
+				<-f.isOver
+			}
+			close(r.gone)
+		}()
+	}
 	return r, nil
 }
 
 // start makes an incarnation that serves the memory.
 func (r *Registration) start(ctx context.Context) (*incarnation, error) {
-	a, err := r.plane.start(ctx, roleServe, r.notified)
+	a, err := r.plane.start(ctx, roleServe, r.outlive, r.notified)
 	if err != nil {
 		return nil, fmt.Errorf("nixl: the serve agent did not start: %w", err)
 	}
 	ctx, cancel := context.WithTimeout(ctx, r.plane.o.StartTimeout)
 	defer cancel()
 	// Read-only where that can be registered: then no peer can write it.
-	pl, err := a.attach(ctx, r.memory.attachment(false))
+	at := r.memory.attachment(false)
+	at.outlive, at.epoch = r.outlive, r.epoch
+	pl, err := a.attach(ctx, at)
+	if err != nil && at.outlive {
+		r.plane.o.Log.Warn("nixl: if this process is killed, its serve agent ends too, and peers that know it may fail", "err", err)
+		pl, err = a.attach(ctx, r.memory.attachment(false))
+	}
 	if err != nil && r.memory.writable != nil {
 		r.plane.o.Log.Info("nixl: the memory cannot be served from a read-only mapping, so peers could write it", "err", err)
 		pl, err = a.attach(ctx, r.memory.attachment(true))
@@ -202,6 +226,21 @@ func (r *Registration) Rotate(ctx context.Context) (end func(), err error) {
 	}, nil
 }
 
+// Former is about the serve agents of a process that died which Register has taken over, see Options.Outlive. They serve peers that
+// know them what that process granted, and nobody knows how many acks name them; Agent and Metadata never do. Until gone is closed, which
+// is when all of them are over, that memory must not change. gone is nil if there are none. end ends them and returns then; when it is time
+// for that, Rotate says. Close ends them too.
+func (r *Registration) Former() (gone <-chan struct{}, end func()) {
+	if r.gone == nil {
+		return nil, nil
+	}
+	return r.gone, func() {
+		for _, f := range r.formers {
+			f.end()
+		}
+	}
+}
+
 // Metadata implements transfer.Registration. It is constant while the incarnation of the agent is.
 func (r *Registration) Metadata() []byte {
 	r.mu.Lock()
@@ -264,5 +303,8 @@ func (r *Registration) stop() {
 	r.mu.Unlock()
 	for _, i := range old {
 		i.agent.end()
+	}
+	for _, f := range r.formers {
+		f.end()
 	}
 }

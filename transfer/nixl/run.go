@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"sync"
+	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 
@@ -20,34 +21,59 @@ import (
 const AgentSocket = 3
 
 // RunAgent is the main function of an agent process, see Options.Command: it does what the plane asks for over socket, and returns
-// when the plane is gone, or when what it said makes no sense. The process must end then, and without libc's exit handlers: NIXL's can
+// when the plane is gone (see also Options.Outlive), or when what it said makes no sense. The process must end then, and without libc's exit handlers: NIXL's can
 // crash (os.Exit does not run them).
 func RunAgent(socket *os.File) error {
 	w, err := newWire(socket)
 	if err != nil {
 		return err
 	}
-	defer func() { _ = w.conn.Close() }()
-	h := &host{wire: w, mappings: map[uint32]mapping{}}
-	for {
-		f, err := w.next()
-		if errors.Is(err, io.EOF) {
+	h := &host{mappings: map[uint32]mapping{}}
+	for w != nil {
+		h.wire.Store(w)
+		err = h.serve(w)
+		_ = w.conn.Close()
+		if errors.Is(err, errToldToEnd) {
 			return nil
-		}
-		if err == nil {
-			err = h.handle(f)
 		}
 		if err != nil {
 			return fmt.Errorf("agent process: %w", err)
+		}
+		w = nil
+		if h.outliving != nil {
+			h.alone.Store(true)
+			w = h.outliving.await()
+		}
+	}
+	return nil
+}
+
+var errToldToEnd = errors.New("told to end")
+
+// serve does what comes over a wire until its other end is gone.
+func (h *host) serve(w *wire) error {
+	for {
+		f, err := w.next()
+		if errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET) {
+			return nil
+		}
+		if err == nil {
+			err = h.handle(w, f)
+		}
+		if err != nil {
+			return err
 		}
 	}
 }
 
 // host is an engine on a wire.
 type host struct {
-	wire    *wire
+	wire    atomic.Pointer[wire]
+	alone   atomic.Bool // the plane that started it is gone
 	library *binding.Library
 	engine  *engine
+
+	outliving *outliving // nil: it ends with its plane
 
 	mu       sync.Mutex
 	mappings map[uint32]mapping
@@ -56,11 +82,11 @@ type host struct {
 // mapping is a file that is attached.
 type mapping struct {
 	bytes []byte
-	file  *os.File // open for its lock, where it may be written; else nil
+	file  *os.File // open for its lock, where it may be written or is served for a restart; else nil
 }
 
 // handle does one request. Errors are those of the wire.
-func (h *host) handle(f frame) error {
+func (h *host) handle(w *wire, f frame) error {
 	r := fields.NewReader(f.body)
 	if h.engine == nil {
 		if f.kind != frameHello {
@@ -70,7 +96,7 @@ func (h *host) handle(f frame) error {
 	}
 	switch f.kind {
 	case frameAttach:
-		return h.attach(f)
+		return h.attach(w, f)
 	case frameDetach:
 		h.detach(r.Uint32())
 	case frameAddPeer:
@@ -91,6 +117,8 @@ func (h *host) handle(f frame) error {
 		h.engine.post(op, func(err error) { h.reply(f.id, err, nil) })
 	case frameAttend:
 		h.engine.attend()
+	case frameEnd:
+		return errToldToEnd
 	default:
 		return fmt.Errorf("%w: kind %d", errBadFrame, f.kind)
 	}
@@ -99,7 +127,7 @@ func (h *host) handle(f frame) error {
 
 // reply that cannot be sent is nobody's any more: the plane is gone, and the reading side sees that.
 func (h *host) reply(id uint64, err error, body func([]byte) []byte) {
-	_ = h.wire.send(frameReply, id, nil, func(b []byte) []byte {
+	_ = h.wire.Load().send(frameReply, id, nil, func(b []byte) []byte {
 		b = appendReply(b, err)
 		if err == nil && body != nil {
 			b = body(b)
@@ -120,7 +148,9 @@ func (h *host) hello(f frame) error {
 	var err error
 	if h.library, err = binding.Load(opts...); err == nil {
 		h.engine, err = newEngine(h.library, m.Engine, func(message []byte) {
-			_ = h.wire.send(frameNotification, 0, nil, func(b []byte) []byte { return append(b, message...) }) // as with reply
+			if !h.alone.Load() { // else it is about an ack that nobody knows any more
+				_ = h.wire.Load().send(frameNotification, 0, nil, func(b []byte) []byte { return append(b, message...) }) // as with reply
+			}
 		})
 	}
 	h.reply(f.id, err, func(b []byte) []byte {
@@ -131,18 +161,24 @@ func (h *host) hello(f frame) error {
 }
 
 // attach maps the file that came with the request and registers it.
-func (h *host) attach(f frame) error {
+func (h *host) attach(w *wire, f frame) error {
 	r := fields.NewReader(f.body)
 	id, offset, length := r.Uint32(), r.Uint64(), r.Uint64()
-	writable := r.Bytes(1)
-	file, err := h.wire.file()
+	how, epoch := r.Bytes(1), r.Uint64()
+	file, err := w.file()
 	if !r.OK() || err != nil {
 		return errors.Join(err, errBadFrame)
 	}
-	b, m, err := mapFile(file, offset, length, writable[0] != 0)
+	b, m, err := mapFile(file, offset, length, how[0])
 	var p place
 	if err == nil {
-		if p, err = h.engine.register(id, b); err != nil {
+		p, err = h.engine.register(id, b)
+		if err == nil && how[0] == attachOutlive {
+			if h.outliving, err = outlive(m.file, epoch); err != nil {
+				h.engine.detach(id)
+			}
+		}
+		if err != nil {
 			h.unmap(m)
 		} else {
 			h.mu.Lock()
@@ -158,18 +194,21 @@ func (h *host) attach(f frame) error {
 }
 
 // mapFile maps length bytes at offset, and gives them and the mapping, which starts at a page. It takes f.
-func mapFile(f *os.File, offset, length uint64, writable bool) (b []byte, m mapping, err error) {
+func mapFile(f *os.File, offset, length uint64, how byte) (b []byte, m mapping, err error) {
 	prot := unix.PROT_READ
-	if writable {
+	switch how {
+	case attachWrite:
 		prot |= unix.PROT_WRITE
 		m.file = f
 		err = lockAsWriter(f)
+	case attachOutlive:
+		m.file = f
 	}
 	lead := offset % uint64(os.Getpagesize())
 	if err == nil {
 		m.bytes, err = unix.Mmap(int(f.Fd()), int64(offset-lead), int(length+lead), prot, unix.MAP_SHARED|unix.MAP_POPULATE)
 	}
-	if err != nil || !writable {
+	if err != nil || m.file == nil {
 		_ = f.Close() // the mapping stays
 	}
 	if err != nil {

@@ -1,0 +1,142 @@
+package ec
+
+import (
+	"context"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/tensorferry/tensorferry/ec/wire"
+	"github.com/tensorferry/tensorferry/region"
+	"github.com/tensorferry/tensorferry/transfer"
+)
+
+// heirs is a plane whose registrations have taken an agent over.
+type heirs struct {
+	agents
+	former chan struct{} // closed by end
+}
+
+type heir struct {
+	*agent
+	plane *heirs
+}
+
+func (p *heirs) Register(ctx context.Context, m transfer.Memory, notify func(transfer.Notification)) (transfer.Registration, error) {
+	a, err := p.agents.Register(ctx, m, notify)
+	if err != nil {
+		return nil, err
+	}
+	return heir{a.(*agent), p}, nil
+}
+
+// Former implements Successor.
+func (h heir) Former() (gone <-chan struct{}, end func()) {
+	if h.plane.former == nil {
+		return nil, nil
+	}
+	return h.plane.former, func() { close(h.plane.former) }
+}
+
+// inherit makes a producer over a cache that another one was killed on, after it had granted "read" to a plain peer that has read
+// it and "late" to one that has not.
+func inherit(t *testing.T, plane *heirs) *stand {
+	t.Helper()
+	first, serving := plainStand(t, 100)
+	for _, key := range []string{"read", "late", "asked for by nobody"} {
+		save(t, first.cache, key, 2)
+	}
+	first.session("read", "s-1", "1")
+	serving.byName["agent-0"].notify(transfer.Notification{Message: wire.Notification("s-1", "read")})
+	first.session("late", "s-1", "1")
+	c := first.cache
+	next, adopted, err := adoptCache(t.Context(), CacheOptions{}, region.Geometry{BlockBytes: c.blockBytes, Blocks: 100, Slots: c.slots.Len()}, c.pool, c.slots)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(adopted.Granted) != 1 || adopted.Granted[0].Info().Key != "late" {
+		t.Fatalf("granted are %d entries, want the one that was not read", len(adopted.Granted))
+	}
+	s := newStand(t, 100, func(o *ProducerOptions) {
+		o.Pools[0].Cache, o.Pools[0].Planes, o.Pools[0].Granted = next, []transfer.Plane{plane}, adopted.Granted
+	})
+	s.cache = next
+	return s
+}
+
+func (s *stand) pins(key string) int {
+	info, _ := s.cache.Lookup(key)
+	return info.Pins
+}
+
+func over(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
+
+func TestWhatADeadProducerGrantedStaysUntilItsAgentIsGone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		plane := &heirs{former: make(chan struct{})}
+		s := inherit(t, plane)
+		time.Sleep(sessionGone - time.Second)
+		synctest.Wait()
+		if over(plane.former) || s.pins("late") != 1 || s.pins("read") != 0 || s.producer.Stats().Retiring != 1 {
+			t.Errorf("ended: %v; %d and %d pins", over(plane.former), s.pins("late"), s.pins("read"))
+		}
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		if !over(plane.former) || s.pins("late") != 0 || s.producer.Stats().Retiring != 0 {
+			t.Errorf("ended: %v; %d pins", over(plane.former), s.pins("late"))
+		}
+	})
+}
+
+func TestASessionThatComesAgainKeepsTheAgentOfADeadProducerUntilItReadsFromTheNextOne(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		plane := &heirs{former: make(chan struct{})}
+		s := inherit(t, plane)
+		if a := s.session("late", "s-1", "7"); a.Status != wire.OK || string(a.AgentMetadata) != "agent-0" {
+			t.Fatalf("%+v", a)
+		}
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		if over(plane.former) || s.pins("late") != 2 {
+			t.Fatalf("ended: %v; %d pins", over(plane.former), s.pins("late"))
+		}
+		plane.byName["agent-0"].notify(transfer.Notification{Message: wire.Notification("s-1", "late")})
+		synctest.Wait()
+		if over(plane.former) {
+			t.Fatal("ended while a READ that was posted before may be in flight")
+		}
+		time.Sleep(lastReads + lastReads/9)
+		synctest.Wait()
+		if !over(plane.former) || s.pins("late") != 0 {
+			t.Errorf("ended: %v; %d pins", over(plane.former), s.pins("late"))
+		}
+	})
+}
+
+func TestWithoutAnAgentOfADeadProducerWhatItGrantedIsFree(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := inherit(t, &heirs{})
+		if s.pins("late") != 0 || s.producer.Stats().Retiring != 0 {
+			t.Errorf("%d pins", s.pins("late"))
+		}
+	})
+}
+
+func TestAProducerThatEndsLetsGoOfWhatADeadOneGranted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := inherit(t, &heirs{former: make(chan struct{})})
+		if err := s.producer.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if s.pins("late") != 0 {
+			t.Errorf("%d pins", s.pins("late"))
+		}
+	})
+}

@@ -1,0 +1,86 @@
+package interop
+
+import (
+	"errors"
+	"syscall"
+	"testing"
+
+	"github.com/tensorferry/tensorferry/ec"
+)
+
+func (n *nodeProcess) wantGone(pid int) {
+	n.t.Helper()
+	eventually(n.t, "the agent to end", func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) })
+}
+
+// V4: a READ on an agent that is known and dead ends a vLLM engine. So the agent that serves outlives a node that is killed, and what the
+// node had granted stays as it is.
+func TestAWarmVLLMReadsWhatANodeGrantedThatWasKilled(t *testing.T) {
+	for _, restarted := range []bool{false, true} {
+		name := "while there is no node"
+		if restarted {
+			name = "from the agent that the next node took over"
+		}
+		t.Run(name, func(t *testing.T) {
+			flags := []string{"--ec-cpu-bytes", "4MiB", "--timeouts-hold-lease", "1s"}
+			n := startNode(t, flags...)
+			c := startConsumer(t)
+			gate := newGate(t, n.address())
+			warm := entries(0, 1, 64*kib)
+			n.put(warm)
+			c.pullAll(gate.address(), warm)
+
+			late := entries(1, 1, 512*kib)
+			n.put(late)
+			gate.hold()
+			gate.hide() // vLLM gives up what it waits for from a connection that has ended
+			c.ask(gate.address(), late)
+			eventually(t, "the ack to be held back", func() bool { return gate.held() > 0 })
+			agent, port := n.agentOf("serve"), n.port
+			n.kill()
+			if restarted {
+				n = n.again(flags...)
+				for k := range 20 { // others go
+					_, err := n.client.Put(t.Context(), key(1000+k), spec(512*kib), pattern(key(1000+k), 512*kib))
+					must(t, err)
+				}
+				i, err := n.client.Lookup(t.Context(), key(1000), key(1))
+				must(t, err)
+				if i[0].State != ec.Absent || i[1].State != ec.Ready || i[1].Pins != 1 {
+					t.Errorf("want the first evicted, and the second, which the node before had granted, pinned: %+v", i)
+				}
+			}
+			gate.release()
+			for key, p := range c.ends(1) {
+				if p.Result != "pulled" || !p.Good {
+					t.Errorf("%s: %s, bytes right: %v", key, p.Result, p.Good)
+				}
+			}
+			c.alive()
+			gate.cut()
+			if !restarted {
+				n = n.again(flags...)
+			}
+			if n.port != port {
+				t.Errorf("port %d, the node before had %d", n.port, port)
+			}
+
+			// V7: vLLM may fail the first request after a restart.
+			first, second := entries(10, 1, 64*kib), entries(11, 3, 64*kib)
+			n.put(first)
+			c.ask(gate.address(), first)
+			for key, p := range c.ends(1) {
+				if p.Result == "pulled" && !p.Good {
+					t.Errorf("%s: other bytes", key)
+				}
+			}
+			n.put(second)
+			c.pullAll(gate.address(), second)
+			c.alive()
+			next := n.agentOf("serve")
+			n.stopClean()
+			n.wantGone(agent)
+			n.wantGone(next)
+		})
+	}
+}

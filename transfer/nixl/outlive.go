@@ -1,0 +1,199 @@
+package nixl
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/tensorferry/tensorferry/region"
+	"github.com/tensorferry/tensorferry/transfer"
+)
+
+// A serve agent outlives a plane that is killed, see Options.Outlive. It listens on an abstract socket for the next owner of the
+// region, and is told of it by the server's lock on the region's file. Without a plane it drops notifications: they are about acks that
+// nobody knows any more.
+
+const (
+	outlivePoll = 100 * time.Millisecond
+	// successorGrace is how long a region may have another owner that does not take the agent over. It may be verifying checksums,
+	// or not see the agent's socket: then it waits for the agent's end.
+	successorGrace = time.Minute
+	claimTimeout   = 2 * time.Second // for what a successor says first
+)
+
+// outliving is the side of the agent.
+type outliving struct {
+	file     *os.File // the region's, which is mapped; owned by the mapping
+	index    int      // server number
+	epoch    uint64   // of the owner that the agent belongs to
+	listener *net.UnixListener
+	claims   chan *net.UnixConn // of this user
+	quiet    bool
+}
+
+// socketName of server number i of a region. Abstract: nothing is left of it when the process is gone.
+func socketName(f *os.File, i int) (*net.UnixAddr, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		return nil, fmt.Errorf("nixl: stat of the region: %w", err)
+	}
+	return &net.UnixAddr{Net: "unix", Name: fmt.Sprintf("@ferry-nixl-serve/%d-%d/%d", st.Dev, st.Ino, i)}, nil
+}
+
+// outlive makes this process a server of the region in f.
+func outlive(f *os.File, epoch uint64) (*outliving, error) {
+	for i := range region.Servers {
+		name, err := socketName(f, i)
+		if err != nil {
+			return nil, err
+		}
+		l, err := net.ListenUnix("unix", name)
+		if errors.Is(err, unix.EADDRINUSE) {
+			continue
+		}
+		if err != nil {
+			return nil, fmt.Errorf("nixl: socket of a serve agent: %w", err)
+		}
+		if err := unix.FcntlFlock(f.Fd(), unix.F_OFD_SETLK, region.ServerLock(i, unix.F_RDLCK)); err != nil {
+			_ = l.Close()
+			return nil, fmt.Errorf("nixl: lock of a serve agent: %w", err)
+		}
+		o := &outliving{file: f, index: i, epoch: epoch, listener: l, claims: make(chan *net.UnixConn)}
+		go o.accept()
+		return o, nil
+	}
+	return nil, fmt.Errorf("%w: nixl: all %d sockets of serve agents of this region are taken", transfer.ErrBadRequest, region.Servers)
+}
+
+// accept hands on who connects, for as long as the process lives.
+func (o *outliving) accept() {
+	for {
+		c, err := o.listener.AcceptUnix()
+		if err != nil {
+			return
+		}
+		if cred, err := peerOf(c); err != nil || int(cred.Uid) != os.Geteuid() {
+			_ = c.Close()
+			continue
+		}
+		o.claims <- c // while there is a plane, nobody takes it
+	}
+}
+
+// await gives the wire of the plane that goes on, nil if there will be none.
+func (o *outliving) await() *wire {
+	if !o.quiet {
+		o.quiet = silence() == nil
+	}
+	tick := time.NewTicker(outlivePoll)
+	defer tick.Stop()
+	var replaced time.Time
+	for {
+		epoch, left, err := region.Waiting(o.file)
+		switch {
+		case err != nil || left <= 0:
+			return nil
+		case epoch == o.epoch:
+			replaced = time.Time{}
+		case replaced.IsZero():
+			replaced = time.Now()
+		case time.Since(replaced) >= successorGrace:
+			return nil
+		}
+		select {
+		case c := <-o.claims:
+			if w := o.claimed(c); w != nil {
+				return w
+			}
+		case <-tick.C:
+		}
+	}
+}
+
+// claimed answers a connection: whoever has the same file may go on.
+func (o *outliving) claimed(c *net.UnixConn) *wire {
+	w := wireOf(c)
+	_ = c.SetReadDeadline(time.Now().Add(claimTimeout)) // fails only on a closed connection, as the reading then does
+	f, err := w.next()
+	if err == nil && f.kind != frameTakeOver {
+		err = fmt.Errorf("%w: kind %d first", errBadFrame, f.kind)
+	}
+	var epoch uint64
+	if err == nil {
+		epoch, err = o.sameRegion(w)
+	}
+	if err == nil {
+		err = w.send(frameReply, f.id, nil, func(b []byte) []byte { return appendReply(b, nil) })
+	}
+	if err != nil {
+		_ = c.Close()
+		return nil
+	}
+	_ = c.SetReadDeadline(time.Time{})
+	o.epoch = epoch
+	return w
+}
+
+func (o *outliving) sameRegion(w *wire) (epoch uint64, err error) {
+	theirs, err := w.file()
+	if err != nil {
+		return 0, err
+	}
+	defer theirs.Close()
+	a, err := theirs.Stat()
+	if err != nil {
+		return 0, err
+	}
+	b, err := o.file.Stat()
+	if err != nil {
+		return 0, err
+	}
+	if !os.SameFile(a, b) {
+		return 0, errors.New("another region")
+	}
+	epoch, _, err = region.Waiting(o.file)
+	return epoch, err
+}
+
+// silence points what the process prints at nothing: the pipe of the dead plane would end it.
+func silence() error {
+	null, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	defer null.Close()
+	for fd := 1; fd <= 2; fd++ {
+		if err := unix.Dup3(int(null.Fd()), fd, 0); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// peerOf says who is at the other end, or was when it began to listen.
+func peerOf(c *net.UnixConn) (*unix.Ucred, error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	var cred *unix.Ucred
+	if e := raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) }); e != nil {
+		return nil, e
+	}
+	return cred, err
+}
+
+// alive says whether the other end still has the connection, or has it to accept.
+func alive(c *net.UnixConn) bool {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return false
+	}
+	var b [1]byte
+	e := raw.Control(func(fd uintptr) { _, _, err = unix.Recvfrom(int(fd), b[:], unix.MSG_PEEK|unix.MSG_DONTWAIT) })
+	return e == nil && errors.Is(err, unix.EAGAIN)
+}
