@@ -237,6 +237,9 @@ type hookPlane struct {
 	// read, if set, is called for each READ with its number, from 0, and may make another of it.
 	read func(n int, p transfer.Peer, r transfer.ReadRequest) (transfer.Read, error)
 
+	// see, if set, makes its peers witnesses.
+	see func(slot uint32, gen uint64) bool
+
 	mu     sync.Mutex
 	reads  int
 	opened int
@@ -263,6 +266,9 @@ func (p *hookPlane) AddPeer(ctx context.Context, metadata []byte) (transfer.Peer
 	p.mu.Lock()
 	p.opened++
 	p.mu.Unlock()
+	if p.see != nil {
+		return seeing{&hookPeer{in, p}, p.see}, nil
+	}
 	return &hookPeer{in, p}, nil
 }
 

@@ -187,16 +187,22 @@ func (f *flight) endRead() {
 	}
 }
 
-// verify asks an own peer whether the bytes are those that it granted. A plain peer cannot say; it has been notified.
+// verify asks an own peer whether the bytes are those that it granted. A plain peer cannot say; it has been notified. Where the
+// plane can see that they are, the question only ends the grant, and nobody waits for the answer.
 func (f *flight) verify() event {
 	if !f.granted.own {
 		return f.check()
 	}
 	f.verifies++
 	g := f.granted
-	f.timer.Reset(f.c.t.AckOwn)
-	// If it cannot be sent now, the wait for the answer ends and it is sent again.
+	w, sees := f.link.peer.(transfer.Witness)
+	sees = sees && w.Holds(g.ack.Ferry.Slot, g.gen)
+	// If it cannot be sent now, the wait for the answer ends and it is sent again; without a wait, the lease ends the grant.
 	_ = f.peer.send(wire.AppendVerify(nil, &wire.Verify{Key: f.want.key, Session: f.peer.session, Grant: g.grant, Gen: g.gen}))
+	if sees {
+		return f.check()
+	}
+	f.timer.Reset(f.c.t.AckOwn)
 	return evNone
 }
 

@@ -324,6 +324,59 @@ func TestALostVerifyIsAskedAgainBeforeTheBytesAre(t *testing.T) {
 	})
 }
 
+// seeing makes a peer a transfer.Witness that says what the test wants.
+type seeing struct {
+	transfer.Peer
+	holds func(slot uint32, gen uint64) bool
+}
+
+func (s seeing) Holds(slot uint32, gen uint64) bool { return s.holds(slot, gen) }
+
+func TestAPlaneThatSeesTheSlotSparesTheWaitForVerify(t *testing.T) {
+	for _, holds := range []bool{true, false} {
+		t.Run(fmt.Sprint("it holds: ", holds), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				p := newPair(t, pairOptions{})
+				save(t, p.pcache, "img", 4)
+				info, _ := p.pcache.Lookup("img")
+				p.plane.see = func(slot uint32, gen uint64) bool {
+					if int(slot) != info.Slot || gen != info.Gen {
+						t.Errorf("asked for slot %d in generation %d, the entry is in %d in %d", slot, gen, info.Slot, info.Gen)
+					}
+					return holds
+				}
+				verified := false
+				p.host.set(0, func(m wire.Message) bool {
+					_, answer := m.(*wire.Verified)
+					verified = verified || answer
+					return !answer
+				})
+				start := time.Now()
+				wantOutcome(t, p.consumer.Fetch(bg, "img", announced(4), 1), wantedOutcome(holds))
+				if waited := time.Since(start) > 0; waited == holds { // on the bubble's clock, which stands unless all wait
+					t.Errorf("waited for the answer: %v", waited)
+				}
+				synctest.Wait()
+				if !verified {
+					t.Error("the producer was not told")
+				}
+				if holds {
+					wantBytes(t, p.ccache, "img")
+					p.wantIdle()
+				}
+			})
+		})
+	}
+}
+
+// wantedOutcome of a pull whose verify is never answered.
+func wantedOutcome(seen bool) Outcome {
+	if seen {
+		return FetchReady
+	}
+	return FetchTimedOut
+}
+
 // V3: whatever an ack says, that key fails and nothing else happens.
 func TestAnAckThatMakesNoSenseFailsItsKeyOnly(t *testing.T) {
 	good := func(r *wire.Request) *wire.Ack {

@@ -107,6 +107,13 @@ type Read interface {
 	Cancel()
 }
 
+// Witness is implemented by a Peer that sees the slot table of the region that it reads.
+type Witness interface {
+	// Holds tells whether the slot is ready with that generation at the time of the call, without asking anybody. After a READ of
+	// an entry that was granted from that slot and generation, it vouches for the bytes. False where it cannot tell.
+	Holds(slot uint32, gen uint64) bool
+}
+
 // Viewer is implemented by a Peer whose bytes can be used where they are, without a copy.
 type Viewer interface {
 	// View gives read-only slices of the peer's memory. They stay mapped until release is called; whether their content still

@@ -242,6 +242,7 @@ func TestARegionIsReadWhileItIsTheSameRegion(t *testing.T) {
 	if err := readWhole(t, p, dst); err != nil || !bytes.Equal(dst, r.Pool()) {
 		t.Errorf("READ: %v or wrong bytes", err)
 	}
+	witnessed(t, r, p)
 	for name, change := range map[string]func(l *location){
 		"another epoch":  func(l *location) { l.epoch++ },
 		"another group":  func(l *location) { l.identity.Group = "abd" },
@@ -287,4 +288,36 @@ func FuzzMetadata(f *testing.F) {
 			t.Errorf("%x is taken for %+v", b, l)
 		}
 	})
+}
+
+// witnessed checks what a peer says of the region's first slot as an entry comes and goes.
+func witnessed(t *testing.T, r *region.Region, p transfer.Peer) {
+	t.Helper()
+	want := func(when string, gen uint64, holds bool) {
+		t.Helper()
+		if got := p.(transfer.Witness).Holds(0, gen); got != holds {
+			t.Errorf("%s: generation %d is held: %v", when, gen, got)
+		}
+	}
+	fill := func() uint64 {
+		gen, err := r.Slots().Fill(0, region.Slot{Key: "k", Dtype: "d", Shape: []int64{1}, Bytes: 1, Extents: []region.Extent{{Count: 1}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return gen
+	}
+	gen := fill()
+	want("filling", gen, false)
+	r.Slots().Ready(0, 0, false)
+	want("ready", gen, true)
+	want("ready", gen+1, false)
+	if p.(transfer.Witness).Holds(1<<31, gen) {
+		t.Error("a slot that does not exist is held")
+	}
+	r.Slots().Free(0)
+	want("free", gen, false)
+	next := fill()
+	r.Slots().Ready(0, 0, false)
+	want("another entry", gen, false)
+	want("another entry", next, true)
 }

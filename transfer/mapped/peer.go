@@ -12,7 +12,7 @@ import (
 	"github.com/tensorferry/tensorferry/transfer/internal/span"
 )
 
-// peer is an attached registration. It implements transfer.Viewer.
+// peer is an attached registration. It implements transfer.Viewer and transfer.Witness.
 type peer struct {
 	plane *Plane
 	m     *mapping
@@ -90,6 +90,13 @@ func (c *peer) Read(ctx context.Context, r transfer.ReadRequest) (transfer.Read,
 		rd.run(workers)
 	}()
 	return rd, nil
+}
+
+// Holds implements transfer.Witness. Memory that is no region has no slots.
+func (c *peer) Holds(slot uint32, gen uint64) bool {
+	c.mu.Lock() // the mapping stays until Close has had it
+	defer c.mu.Unlock()
+	return !c.closed && c.m.region != nil && c.m.region.Slots().Check(int(slot), gen)
 }
 
 // View implements transfer.Viewer. The token is not looked at. Reading a view of a file that its owner has truncated ends the
