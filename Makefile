@@ -20,7 +20,7 @@ test: deps
 PEERS := ./interop/... ./nixl/... ./transfer/nixl/... ./tensor/... ./stage/...
 interop: deps peers
 	@PEERS_PYTHON="$$(interop/peers/setup.sh | tail -n 1)" \
-	  $(GO) tool gotestsum --format testname --hide-summary skipped -- -race -count 1 -timeout 30m $(PEERS)
+	  $(GO) tool gotestsum --format pkgname --hide-summary skipped -- -race -count 1 -timeout 30m $(PEERS)
 
 peers:
 	@interop/peers/setup.sh
