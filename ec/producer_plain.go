@@ -97,7 +97,7 @@ func (p *Producer) fillPlain(ack *wire.Ack, g *grant) {
 	g.acks++
 	g.told = remember(g.told, agent)
 	s := p.grants.plainSession(g.session)
-	if former := g.pool.rotation.retiring; former != nil && former.inherited() && !slices.Contains(s.knows, agent) {
+	if former := g.pool.rotation.retiring; former != nil && former.fresh() && !slices.Contains(s.knows, agent) {
 		s.knows = remember(s.knows, former) // it may have been told by the process before
 	}
 	s.knows = remember(s.knows, agent)

@@ -174,7 +174,7 @@ func (p *Producer) retired(pool *servedPool, former *incarnation) bool {
 	if former.over() {
 		return true
 	}
-	if former.inherited() && time.Since(former.since) < sessionGone {
+	if former.fresh() {
 		return false // sessions that only the process before knew: all their connections ended with it
 	}
 	reading := map[string]bool{} // sessions with a grant that the former one may still serve

@@ -4,9 +4,9 @@ import "time"
 
 // A producer that goes on with the entries of one that died may find agents that outlived it. They serve acks that this producer
 // knows nothing of: not who has them, nor how many. So no ack names these agents again, their notifications mean nothing, and they are
-// retired as after a rotation, with two differences: every session that comes meanwhile counts as one that knows them, and nobody ends
-// them before all sessions that do not come have been gone for sessionGone. Until then the entries that were granted, which the region
-// records, are pinned.
+// retired as after a rotation, with two differences: they do not end before sessionGone is over, and every session that is acked in that
+// time counts as one that knows them. Those that come later count as gone. Until these agents are over the entries that were granted,
+// which the region records, are pinned.
 
 // Successor may be implemented by a PlainServer that goes on with agents of a process that died.
 type Successor interface {
@@ -16,6 +16,9 @@ type Successor interface {
 }
 
 func (i *incarnation) inherited() bool { return !i.since.IsZero() }
+
+// fresh says whether sessions that only the process before knew may still come: all their connections ended with it.
+func (i *incarnation) fresh() bool { return i.inherited() && time.Since(i.since) < sessionGone }
 
 // succeed retires what is left of the process before, and takes its granted entries.
 func (p *Producer) succeed(pool *servedPool, granted []*Pin) {

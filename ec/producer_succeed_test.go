@@ -120,6 +120,51 @@ func TestASessionThatComesAgainKeepsTheAgentOfADeadProducerUntilItReadsFromTheNe
 	})
 }
 
+func TestASessionThatComesLaterDoesNotKeepTheAgentOfADeadProducer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		plane := &heirs{former: make(chan struct{})}
+		s := inherit(t, plane)
+		time.Sleep(sessionGone + time.Millisecond) // before the next look at the former agent
+		s.session("late", "new", "7")
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		if !over(plane.former) || s.pins("late") != 1 {
+			t.Errorf("ended: %v; %d pins", over(plane.former), s.pins("late"))
+		}
+	})
+}
+
+func TestWhatIsGrantedIsFoundByEachAdoptionUntilItIsLetGo(t *testing.T) {
+	c := newTestCache(t, 8, 4, CacheOptions{})
+	save(t, c, "k", 2)
+	first, err := c.Pin("k")
+	if err != nil {
+		t.Fatal(err)
+	}
+	second, err := c.Pin("k")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range []*Pin{first, second, second} {
+		p.KeepGranted()
+	}
+	first.Release()
+	for range 2 {
+		next, a, err := adoptCache(t.Context(), CacheOptions{}, region.Geometry{BlockBytes: c.blockBytes, Blocks: 8, Slots: 4}, c.pool, c.slots)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(a.Granted) != 1 || len(a.Pinned) != 0 || next.Remove("k") == nil {
+			t.Errorf("%d granted, %d pinned by clients; or it could be removed", len(a.Granted), len(a.Pinned))
+		}
+	}
+	second.Release()
+	_, a, err := adoptCache(t.Context(), CacheOptions{}, region.Geometry{BlockBytes: c.blockBytes, Blocks: 8, Slots: 4}, c.pool, c.slots)
+	if err != nil || len(a.Granted) != 0 {
+		t.Errorf("%d granted, %v", len(a.Granted), err)
+	}
+}
+
 func TestWithoutAnAgentOfADeadProducerWhatItGrantedIsFree(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := inherit(t, &heirs{})

@@ -28,11 +28,10 @@ const (
 // outliving is the side of the agent.
 type outliving struct {
 	file     *os.File // the region's, which is mapped; owned by the mapping
-	index    int      // server number
 	epoch    uint64   // of the owner that the agent belongs to
 	listener *net.UnixListener
 	claims   chan *net.UnixConn // of this user
-	quiet    bool
+	quiet    bool               // prints nothing any more
 }
 
 // socketName of server number i of a region. Abstract: nothing is left of it when the process is gone.
@@ -62,7 +61,7 @@ func outlive(f *os.File, epoch uint64) (*outliving, error) {
 			_ = l.Close()
 			return nil, fmt.Errorf("nixl: lock of a serve agent: %w", err)
 		}
-		o := &outliving{file: f, index: i, epoch: epoch, listener: l, claims: make(chan *net.UnixConn)}
+		o := &outliving{file: f, epoch: epoch, listener: l, claims: make(chan *net.UnixConn)}
 		go o.accept()
 		return o, nil
 	}

@@ -7,8 +7,10 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"net"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"testing"
 	"time"
 
@@ -266,5 +268,38 @@ func TestAgentsOutliveTwoNodes(t *testing.T) {
 	must(t, reg.Close())
 	for _, pid := range append(first.Agents, second.Agents...) {
 		transfertest.Eventually(t, "the agents to end", func() bool { return gone(pid) })
+	}
+}
+
+func TestAnAgentIsTakenOverWithItsOwnRegionOnly(t *testing.T) {
+	o := regionOptions(shmDir(t), time.Hour)
+	own := startOwner(t, o)
+	own.kill()
+	file, err := o.Identity.FileName()
+	must(t, err)
+	f, err := os.Open(filepath.Join(o.Dir, file))
+	must(t, err)
+	defer f.Close()
+	name, err := socketName(f, 0)
+	must(t, err)
+	other, err := os.Open(os.DevNull)
+	must(t, err)
+	defer other.Close()
+	for _, file := range []*os.File{other, nil} {
+		c, err := net.DialUnix("unix", nil, name)
+		must(t, err)
+		if err := (&former{wire: wireOf(c), file: file}).claim(t.Context()); err == nil {
+			t.Errorf("taken over with the file %v", file)
+		}
+		_ = c.Close()
+	}
+	must(t, pull(t, add(t, newPlane(t, processes(t)), own.metadata(t)), make([]byte, 4096)))
+	all, err := takeOver(t.Context(), f, slog.Default())
+	must(t, err)
+	if len(all) != 2 {
+		t.Errorf("%d agents taken over afterwards, want 2", len(all))
+	}
+	for _, a := range all {
+		a.end()
 	}
 }
