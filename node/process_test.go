@@ -18,6 +18,7 @@ import (
 	"github.com/zeebo/xxh3"
 
 	"github.com/tensorferry/tensorferry/ec"
+	"github.com/tensorferry/tensorferry/nixl"
 	"github.com/tensorferry/tensorferry/node/client"
 )
 
@@ -38,6 +39,12 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 		return
+	}
+	// Without a venv or a name for it no NIXL is found: which planes a node has does not depend on where the tests run.
+	for _, name := range []string{"VIRTUAL_ENV", nixl.LibraryEnv} {
+		if err := os.Unsetenv(name); err != nil {
+			panic(err)
+		}
 	}
 	os.Exit(m.Run())
 }
