@@ -304,9 +304,6 @@ func (s *settings) checkSideChannel() error {
 
 func (s *settings) checkWords() error {
 	var errs []error
-	if s.ECProtocol == 0 {
-		s.ECProtocol = wire.Generation2
-	}
 	if s.ECProtocol != wire.Generation1 && s.ECProtocol != wire.Generation2 {
 		errs = append(errs, bad("ec_protocol", s.ECProtocol, "1 or 2: the EC_CONNECTOR_VERSION of the vLLM peers"))
 	}

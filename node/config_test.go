@@ -184,6 +184,7 @@ func TestWhatIsImpossibleIsNamedWithItsKeyValueAndFix(t *testing.T) {
 		{"admin for all", func(c *Config) { c.Admin = "0.0.0.0:0" }, []string{"admin", "0.0.0.0:0", "trusted_network"}},
 		{"no admin", func(c *Config) { c.Admin = AdminOff }, nil},
 		{"a strange host allowed", func(c *Config) { c.AllowHosts = []string{"a b"} }, []string{"allow_hosts", "a b", "10.0.0.0/8"}},
+		{"protocol 0", func(c *Config) { c.ECProtocol = 0 }, []string{"ec_protocol", "0", "1 or 2"}},
 		{"protocol 3", func(c *Config) { c.ECProtocol = 3 }, []string{"ec_protocol", "3", "1 or 2"}},
 		{"a plane that does not exist", func(c *Config) { c.Planes = []string{"rdma"} }, []string{"planes", "rdma", "mapped"}},
 		{"a plane twice", func(c *Config) { c.Planes = []string{"tcp", "tcp"} }, []string{"planes", "tcp", "twice"}},
