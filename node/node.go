@@ -178,7 +178,7 @@ func (n *Node) startPlanes(ctx context.Context) error {
 // startPeers brings up what answers peers: the control loop, the producer, the side channel.
 func (n *Node) startPeers(ctx context.Context) error {
 	var err error
-	if n.loop, err = control.NewLoop(control.Options{}); err != nil {
+	if n.loop, err = control.NewLoop(control.Options{Log: n.log}); err != nil {
 		return err
 	}
 	n.up("control loop", func(context.Context) error { return n.loop.Close() })

@@ -53,7 +53,7 @@ func (a *app) examinePeer(ctx context.Context, c node.Config, peer, source strin
 		defer cancel()
 		err = errors.Join(err, n.Close(end))
 	}()
-	conn, err := client.Dial(ctx, n.Ready().Socket, client.Options{Name: "ferry doctor"})
+	conn, err := client.Dial(ctx, n.Ready().Socket, client.Options{Name: "ferry doctor", Log: a.log})
 	if err != nil {
 		return nil, err
 	}

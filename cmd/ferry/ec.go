@@ -51,10 +51,10 @@ func defaultSocket() string {
 }
 
 // dial connects. A node that is not there is an error at once: nothing is waited for but its answer.
-func (f *nodeFlags) dial(ctx context.Context, name string) (*client.Client, error) {
+func (a *app) dial(ctx context.Context, f *nodeFlags, name string) (*client.Client, error) {
 	ctx, cancel := context.WithTimeout(ctx, f.wait)
 	defer cancel()
-	c, err := client.Dial(ctx, f.socket, client.Options{Name: name, Pool: f.pool})
+	c, err := client.Dial(ctx, f.socket, client.Options{Name: name, Pool: f.pool, Log: a.log})
 	if err != nil {
 		if errors.Is(err, os.ErrNotExist) {
 			return nil, fmt.Errorf("no node at --socket %s: start one with `ferry node --socket %s`, or name the socket of one that runs: %w", f.socket, f.socket, err)

@@ -40,7 +40,7 @@ The position of KEY on the command line is its item index.`,
 			}
 			ctx, cancel := a.interruptible(cmd.Context())
 			defer cancel()
-			c, err := f.dial(ctx, "ferry ec announce")
+			c, err := a.dial(ctx, &f, "ferry ec announce")
 			if err != nil {
 				return err
 			}

@@ -48,7 +48,7 @@ digits, '-', '_' and '.' are written as %XX). The exit status is 0 only if all o
 			}
 			ctx, cancel := a.interruptible(cmd.Context())
 			defer cancel()
-			c, err := f.dial(ctx, "ferry ec fetch")
+			c, err := a.dial(ctx, &f, "ferry ec fetch")
 			if err != nil {
 				return err
 			}

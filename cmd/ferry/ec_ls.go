@@ -17,7 +17,7 @@ func (a *app) ecListCmd() *cobra.Command {
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, cancel := a.interruptible(cmd.Context())
 			defer cancel()
-			c, err := f.dial(ctx, "ferry ec ls")
+			c, err := a.dial(ctx, &f, "ferry ec ls")
 			if err != nil {
 				return err
 			}

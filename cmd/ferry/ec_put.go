@@ -33,7 +33,7 @@ A key that is there with the same shape and dtype stays as it is. Prints {"key":
 			}
 			ctx, cancel := a.interruptible(cmd.Context())
 			defer cancel()
-			c, err := f.dial(ctx, "ferry ec put")
+			c, err := a.dial(ctx, &f, "ferry ec put")
 			if err != nil {
 				return err
 			}

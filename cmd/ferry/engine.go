@@ -73,7 +73,7 @@ When it serves it prints {"event":"ready","url":"http://.."}. SIGTERM ends it cl
 func (a *app) engine(ctx context.Context, c engine.Config, f *nodeFlags, listen string, startup time.Duration) error {
 	c.Log = a.log
 	c.Dial = func(ctx context.Context) (engine.Pool, error) {
-		conn, err := f.dial(ctx, c.Name)
+		conn, err := a.dial(ctx, f, c.Name)
 		if err != nil {
 			return nil, err
 		}
@@ -127,7 +127,7 @@ func (a *app) waitForNode(ctx context.Context, f *nodeFlags, startup time.Durati
 	ctx, cancel := context.WithTimeout(ctx, startup)
 	defer cancel()
 	for said := false; ; {
-		c, err := f.dial(ctx, "ferry engine")
+		c, err := a.dial(ctx, f, "ferry engine")
 		if err == nil {
 			return c.Close()
 		}

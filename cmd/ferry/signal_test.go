@@ -109,37 +109,45 @@ func TestDemoThatIsEndedLeavesNothing(t *testing.T) {
 	}
 }
 
+// startFerry starts ferry and gives its first line, and its stderr from there on.
+func startFerry(t *testing.T, args ...string) (cmd *exec.Cmd, ready string, stderr *bufio.Reader) {
+	t.Helper()
+	cmd = ferry(t, nil, args...)
+	stdout, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	errs, err := cmd.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		cmd.Process.Signal(syscall.SIGTERM)
+		cmd.Wait()
+	})
+	ready, err = bufio.NewReader(stdout).ReadString('\n')
+	if err != nil {
+		b, _ := io.ReadAll(errs)
+		t.Fatalf("%v\n%s", err, b)
+	}
+	return cmd, ready, bufio.NewReader(errs)
+}
+
+// nodeArgs are those of a small node on socket.
+func nodeArgs(socket string) []string {
+	return []string{"node", "--socket", socket, "--side-channel", "127.0.0.1:0", "--admin", "off", "--ec-cpu-bytes", "64KiB",
+		"--model", "m", "--dtype", "torch.bfloat16", "--block-bytes", "16", "--vllm-version", "1", "--log-level", "error"}
+}
+
 func TestSecondSignalEndsAtOnce(t *testing.T) {
 	dir := shortDir(t)
 	sock := filepath.Join(dir, "n")
-	start := func(args ...string) (*exec.Cmd, string, *bufio.Reader) {
-		cmd := ferry(t, nil, args...)
-		stdout, err := cmd.StdoutPipe()
-		if err != nil {
-			t.Fatal(err)
-		}
-		stderr, err := cmd.StderrPipe()
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := cmd.Start(); err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() {
-			cmd.Process.Signal(syscall.SIGTERM)
-			cmd.Wait()
-		})
-		line, err := bufio.NewReader(stdout).ReadString('\n')
-		if err != nil {
-			b, _ := io.ReadAll(stderr)
-			t.Fatalf("%v\n%s", err, b)
-		}
-		return cmd, line, bufio.NewReader(stderr)
-	}
-	start("node", "--socket", sock, "--side-channel", "127.0.0.1:0", "--admin", "off", "--ec-cpu-bytes", "64KiB",
-		"--model", "m", "--dtype", "torch.bfloat16", "--block-bytes", "16", "--vllm-version", "1", "--log-level", "error")
+	startFerry(t, nodeArgs(sock)...)
 	// A clean end waits for the request, whose body never comes. "100 Continue" says that the engine is waiting for it.
-	cmd, ready, stderr := start("engine", "--socket", sock)
+	cmd, ready, stderr := startFerry(t, "engine", "--socket", sock)
 	conn, err := net.Dial("tcp", strings.TrimPrefix(strings.Split(ready, `"`)[7], "http://"))
 	if err != nil {
 		t.Fatal(err)
@@ -180,6 +188,27 @@ func TestSecondSignalEndsAtOnce(t *testing.T) {
 	})
 	if got, want := cmd.ProcessState.ExitCode(), 128+int(syscall.SIGTERM); got != want {
 		t.Errorf("exit status %d, want %d", got, want)
+	}
+}
+
+func TestWhatAnEnginesConnectionSaysIsInItsLog(t *testing.T) {
+	sock := filepath.Join(shortDir(t), "n")
+	node, _, _ := startFerry(t, nodeArgs(sock)...)
+	_, _, stderr := startFerry(t, "engine", "--socket", sock, "--log-format", "json")
+	if err := node.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	for {
+		line, err := stderr.ReadString('\n')
+		if err != nil {
+			t.Fatal("it did not say that the connection is lost:", err)
+		}
+		if !strings.HasPrefix(line, "{") {
+			t.Fatalf("a line that is not JSON: %s", line)
+		}
+		if strings.Contains(line, "connection to the node is lost: connecting again") {
+			return
+		}
 	}
 }
 
