@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/tensorferry/tensorferry/ec"
@@ -394,8 +395,12 @@ func (p PoolConfig) check(at string) (*poolSettings, error) {
 	}
 	var err error
 	if p.Dtype != "" {
-		if ps.itemSize, err = ec.ItemSize(p.Dtype); err != nil {
+		// The compatibility hash is over the name itself: without its prefix it would match no peer's.
+		switch ps.itemSize, err = ec.ItemSize(p.Dtype); {
+		case err != nil:
 			errs = append(errs, bad(at+"dtype", p.Dtype, "%v", err))
+		case !strings.HasPrefix(p.Dtype, "torch."):
+			errs = append(errs, bad(at+"dtype", p.Dtype, "peers compare the name as torch prints it: give torch.%s", p.Dtype))
 		}
 	}
 	switch {

@@ -204,6 +204,7 @@ func TestWhatIsImpossibleIsNamedWithItsKeyValueAndFix(t *testing.T) {
 		{"no model", func(c *Config) { c.Pools[0].Model = "" }, []string{"model"}},
 		{"no version", func(c *Config) { c.Pools[0].VLLMVersion = "" }, []string{"vllm_version", "0.32.0"}},
 		{"an unknown dtype", func(c *Config) { c.Pools[0].Dtype = "torch.float7" }, []string{"dtype", "torch.float7"}},
+		{"a dtype without its prefix", func(c *Config) { c.Pools[0].Dtype = "bfloat16" }, []string{"dtype: bfloat16", "torch.bfloat16"}},
 		{"slots below 0", func(c *Config) { c.Pools[0].Slots = -1 }, []string{"slots", "-1"}},
 		{"one pool twice", func(c *Config) { c.Pools = append(c.Pools, c.Pools[0]) }, []string{"pools[1].model", "pools[0]"}},
 		{"two things", func(c *Config) { c.Instance, c.ECProtocol = "a/b", 3 }, []string{"instance", "ec_protocol"}},
