@@ -102,6 +102,8 @@ func (c *Consumer) checkAck(w wanted, a *wire.Ack, own bool) (*granted, error) {
 		return bad("the entry has %d bytes, %d were announced", x.Bytes, w.spec.Bytes)
 	case len(x.Planes) == 0:
 		return bad("no data plane")
+	case x.Rows != 0 && x.Rows != w.spec.Shape[0]:
+		return nil, fmt.Errorf("%w: %q has %d rows at %s, announced as %v", ErrConflict, w.key, x.Rows, w.addr, w.spec.Shape)
 	}
 	renew := max(time.Duration(min(x.LeaseMS, maxLease.Milliseconds()))*time.Millisecond/3, minRenewal)
 	var blocks, next int64

@@ -594,3 +594,17 @@ func FuzzConsumerMessage(f *testing.F) {
 type silent struct{}
 
 func (silent) Message(control.Source, []byte) {}
+
+func TestAnAnnouncementWithAnotherShapeOfTheSameSizeIsAConflictAndSpoilsNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, pairOptions{})
+		save(t, p.pcache, "img", 4)
+		wrong := announced(4)
+		wrong.Shape = []int{wrong.Shape[0] * 2, wrong.Shape[1] / 2}
+		wantOutcome(t, p.consumer.Fetch(bg, "img", wrong, 1), FetchConflict)
+		wantOutcome(t, p.consumer.Fetch(bg, "img", announced(4), 1), FetchReady)
+		wantBytes(t, p.ccache, "img")
+		synctest.Wait()
+		p.wantIdle()
+	})
+}

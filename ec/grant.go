@@ -16,9 +16,10 @@ import (
 // Limits of what peers may hold. Below minGrants no share of the pool refuses anything, so that a small pool can still serve.
 const (
 	minGrants          = 1024
-	maxSessions        = 4    // sessions with grants on one connection
-	maxDescriptors     = 8    // acks of one plain session that carry the descriptor before its first READ is complete
-	maxPlainSessions   = 4096 // plain sessions remembered, for the rule above
+	maxSourceGrants    = 1 << 16 // of one source, however little they keep in place
+	maxSessions        = 4       // sessions with grants on one connection
+	maxDescriptors     = 8       // acks of one plain session that carry the descriptor before its first READ is complete
+	maxPlainSessions   = 4096    // plain sessions remembered, for the rule above
 	grantIDRandomBytes = 16
 )
 
@@ -53,9 +54,6 @@ type grant struct {
 	over    bool
 }
 
-// usage counts grants.
-type usage struct{ grants, blocks int }
-
 // grantTable is the producer's grants and what follows from them. It is guarded by the producer's lock.
 type grantTable struct {
 	byKey    map[grantKey]*grant
@@ -63,7 +61,6 @@ type grantTable struct {
 	leases   *list.List                // of *grant, the next to end first: all leases are equally long, so a renewed one goes to the back
 	sessions map[string]map[string]int // connection -> session -> grants
 	plain    map[string]*plainSession  // by session
-	burned   usage
 }
 
 // plainSession is what is known of one session of a plain peer. It decides whether an ack carries the descriptor of the whole
@@ -96,10 +93,8 @@ func (t *grantTable) add(g *grant) {
 	t.byID[g.id] = g
 	g.lease = t.leases.PushBack(g)
 	t.join(g)
-	g.pool.total.grants++
-	g.pool.total.blocks += g.blocks
-	u := g.pool.bySource[g.source]
-	g.pool.bySource[g.source] = usage{u.grants + 1, u.blocks + g.blocks}
+	g.pool.total.add(g)
+	g.pool.bySource.add(g)
 	if g.plain {
 		t.plainSession(g.session).grants++
 	}
@@ -135,13 +130,8 @@ func (t *grantTable) remove(g *grant) bool {
 		t.leases.Remove(g.lease)
 	}
 	t.leave(g)
-	g.pool.total.grants--
-	g.pool.total.blocks -= g.blocks
-	if u := g.pool.bySource[g.source]; u.grants > 1 {
-		g.pool.bySource[g.source] = usage{u.grants - 1, u.blocks - g.blocks}
-	} else {
-		delete(g.pool.bySource, g.source)
-	}
+	g.pool.total.remove(g)
+	g.pool.bySource.remove(g)
 	if g.plain {
 		t.plainSession(g.session).grants--
 	}
@@ -161,10 +151,8 @@ func (t *grantTable) removeAll() []*grant {
 func (t *grantTable) burn(g *grant) {
 	t.leases.Remove(g.lease)
 	g.lease, g.burned = nil, true
-	t.burned.grants++
-	t.burned.blocks += g.blocks
-	u := g.pool.burned[g.source]
-	g.pool.burned[g.source] = usage{u.grants + 1, u.blocks + g.blocks}
+	g.pool.burned.add(g)
+	g.pool.burnedBy.add(g)
 	// The peer may have dropped the ack that carried the descriptor.
 	s := t.plainSession(g.session)
 	s.descriptors, s.read = 0, false
@@ -172,13 +160,8 @@ func (t *grantTable) burn(g *grant) {
 
 func (t *grantTable) unburn(g *grant) {
 	g.burned = false
-	t.burned.grants--
-	t.burned.blocks -= g.blocks
-	if u := g.pool.burned[g.source]; u.grants > 1 {
-		g.pool.burned[g.source] = usage{u.grants - 1, u.blocks - g.blocks}
-	} else {
-		delete(g.pool.burned, g.source)
-	}
+	g.pool.burned.remove(g)
+	g.pool.burnedBy.remove(g)
 }
 
 func (t *grantTable) join(g *grant) {
@@ -241,13 +224,16 @@ func (p *Producer) overLimit(g *grant) string {
 	if s := p.grants.sessions[g.conn]; s[g.session] == 0 && len(s) >= maxSessions {
 		return fmt.Sprintf("%d sessions a connection", maxSessions)
 	}
-	over := func(u usage, share float64) bool {
-		return u.grants >= minGrants && float64(u.blocks+g.blocks) > share*float64(g.pool.blocks)
+	if g.pool.bySource.of(g.source).grants >= maxSourceGrants {
+		return fmt.Sprintf("%d grants to one source", maxSourceGrants)
 	}
-	if over(g.pool.bySource[g.source], p.o.SourceShare) {
+	over := func(u *usage, share float64) bool {
+		return u.grants >= minGrants && float64(u.with(g)) > share*float64(g.pool.blocks)
+	}
+	if over(g.pool.bySource.of(g.source), p.o.SourceShare) {
 		return fmt.Sprintf("%.0f%% of the pool to one source", 100*p.o.SourceShare)
 	}
-	if over(g.pool.total, p.o.TotalShare) {
+	if over(&g.pool.total, p.o.TotalShare) {
 		return fmt.Sprintf("%.0f%% of the pool to all peers", 100*p.o.TotalShare)
 	}
 	if g.plain {

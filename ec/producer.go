@@ -72,8 +72,9 @@ type servedPool struct {
 	// source.
 	agent    *incarnation
 	total    usage
-	bySource map[string]usage
-	burned   map[string]usage // by source
+	bySource usages
+	burned   usage // past its lease and not read, of plain peers
+	burnedBy usages
 	rotation rotation
 	granted  []*Pin // by the process before, whose agents still serve; under no lock: see succeed
 }
@@ -138,7 +139,7 @@ func (p *Producer) register(ctx context.Context, sp ServedPool) error {
 		return fmt.Errorf("ec: two pools with the same compatibility hash (%s)", describe(sp.Compat))
 	}
 	pool := &servedPool{
-		cache: sp.Cache, compat: sp.Compat, blocks: sp.Cache.Stats().Blocks, bySource: map[string]usage{}, burned: map[string]usage{},
+		cache: sp.Cache, compat: sp.Compat, blocks: sp.Cache.Stats().Blocks, bySource: usages{}, burnedBy: usages{},
 		rotation: rotation{moved: make(chan struct{}, 1)},
 	}
 	p.pools[hash] = pool
@@ -194,7 +195,7 @@ func (p *Producer) request(from control.Source, r *wire.Request) {
 	own := r.Ferry != nil && r.Ferry.V >= wire.ExtensionVersion
 	ack := wire.Ack{Key: r.Key}
 	if own {
-		ack.Ferry = &wire.FerryAck{V: wire.ExtensionVersion, Try: r.Ferry.Try, Node: p.o.Node, Epoch: p.o.Epoch}
+		ack.Ferry = p.ferry(r)
 	}
 	var fresh *grant
 	pool, status := p.screen(from, r)
@@ -207,10 +208,30 @@ func (p *Producer) request(from control.Source, r *wire.Request) {
 			s.Acks[status]++
 		}
 	})
-	if err := p.send(from.ID, wire.AppendAck(nil, &ack)); err != nil && fresh != nil {
+	err := p.send(from.ID, wire.AppendAck(nil, &ack))
+	if err == nil || status != wire.OK {
+		return
+	}
+	if !own {
+		p.unsent(grantKey{pool, true, r.Session, r.Key}, len(ack.MemDescriptor) > 0)
+	}
+	if fresh != nil {
 		// Nobody will ever hear of this grant.
 		p.end(fresh, endLetGo)
 	}
+	if errors.Is(err, control.ErrQueueFull) {
+		// Large acks wait in line where small ones pass.
+		nack := wire.Ack{Key: r.Key, Status: wire.NackNotReady}
+		if own {
+			nack.Ferry = p.ferry(r)
+		}
+		_ = p.send(from.ID, wire.AppendAck(nil, &nack))
+	}
+}
+
+// ferry is what every ack to an own peer says.
+func (p *Producer) ferry(r *wire.Request) *wire.FerryAck {
+	return &wire.FerryAck{V: wire.ExtensionVersion, Try: r.Ferry.Try, Node: p.o.Node, Epoch: p.o.Epoch}
 }
 
 // screen does the checks that need no entry, in the peers' order: version, compatibility hash, session.
@@ -289,7 +310,7 @@ func (p *Producer) offer(from control.Source, r *wire.Request, g *grant) wire.St
 	}
 	g.id = newGrantID()
 	if g.plain {
-		if g.pool.plain == nil {
+		if g.pool.plain == nil || g.pool.blocks > maxPlainBlocks {
 			p.refusePlain(from, r, g.pool)
 			return wire.NackInternal
 		}
@@ -333,7 +354,7 @@ func (p *Producer) fill(ack *wire.Ack, g *grant, r *wire.Request) {
 	}
 	f := ack.Ferry
 	f.Gen, f.Slot, f.Grant = g.info.Gen, uint32(g.info.Slot), g.id
-	f.Bytes = g.info.Spec.Bytes
+	f.Rows, f.Bytes = g.info.Spec.Shape[0], g.info.Spec.Bytes
 	f.LeaseMS = p.lease.Milliseconds()
 	for _, e := range g.info.Extents {
 		f.Extents = append(f.Extents, [2]uint32{e.Start, e.Count})

@@ -17,9 +17,18 @@ type PlainServer interface {
 	Agent() (metadata []byte, base uint64, gone <-chan struct{})
 }
 
+// maxPlainBlocks is the largest pool that a plain peer can be served from: an ack to it describes every block, in 14 bytes each, and
+// must fit into what may wait for one peer (control.DefaultQueueBytes).
+const maxPlainBlocks = 4_000_000
+
 // refusePlain says why a plain peer is not served.
 func (p *Producer) refusePlain(from control.Source, r *wire.Request, pool *servedPool) {
 	p.stats.PlainRefused++
+	if pool.blocks > maxPlainBlocks {
+		p.log.warn("plain large", from.Addr, "a peer without the ferry extension asks, but the pool has too many blocks to be described to it: answered NACK_INTERNAL",
+			"key", r.Key, "blocks", pool.blocks, "at_most", maxPlainBlocks, "fix", "make ec_cpu_bytes smaller, or use Tensorferry's connector on the other end")
+		return
+	}
 	p.log.warn("plain", from.Addr, "a peer without the ferry extension asks, but no data plane here can serve it: answered NACK_INTERNAL",
 		"key", r.Key, "planes", pool.planes(), "fix", "start this node with the nixl plane, or use Tensorferry's connector on the other end")
 }
@@ -133,4 +142,16 @@ func (p *Producer) readByPlain(id grantKey) *grant {
 		return nil
 	}
 	return g
+}
+
+// unsent takes back what fillPlain counted for an ack that could not be sent.
+func (p *Producer) unsent(id grantKey, described bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if g := p.grants.byKey[id]; g != nil {
+		g.acks--
+	}
+	if s := p.grants.plain[id.session]; s != nil && described {
+		s.descriptors--
+	}
 }

@@ -46,21 +46,13 @@ func (sp *servedPool) overBurned(source string) string {
 	if sp.rotation.retiring != nil {
 		share = 2
 	}
-	if u := sp.burned[source]; u.grants > 0 && float64(u.blocks) > share*burnedSourceShare*float64(sp.blocks) {
+	if u := sp.burnedBy.of(source); u.grants > 0 && float64(u.blocks) > share*burnedSourceShare*float64(sp.blocks) {
 		return fmt.Sprintf("%d blocks acked to that source and not read", u.blocks)
 	}
-	if u := sp.burnedTotal(); u.grants > 0 && float64(u.blocks) > share*burnedTotalShare*float64(sp.blocks) {
+	if u := &sp.burned; u.grants > 0 && float64(u.blocks) > share*burnedTotalShare*float64(sp.blocks) {
 		return fmt.Sprintf("%d blocks acked to plain peers and not read", u.blocks)
 	}
 	return ""
-}
-
-func (sp *servedPool) burnedTotal() (all usage) {
-	for _, u := range sp.burned {
-		all.grants += u.grants
-		all.blocks += u.blocks
-	}
-	return all
 }
 
 // considerRotation rotates the pool's agent if too much is burned, and else looks again when what is burned now has been for
@@ -68,11 +60,11 @@ func (sp *servedPool) burnedTotal() (all usage) {
 func (p *Producer) considerRotation(pool *servedPool) {
 	r := &pool.rotation
 	rotator, ok := pool.plain.(Rotator)
-	if !ok || r.running || p.closed || len(pool.burned) == 0 {
+	if !ok || r.running || p.closed || pool.burned.grants == 0 {
 		return
 	}
-	over := float64(pool.burnedTotal().blocks) > burnedTotalShare*float64(pool.blocks)
-	for _, u := range pool.burned {
+	over := float64(pool.burned.blocks) > burnedTotalShare*float64(pool.blocks)
+	for _, u := range pool.burnedBy {
 		over = over || float64(u.blocks) > burnedSourceShare*float64(pool.blocks)
 	}
 	if !over && !p.burnedFor(pool, burnedTime) {
@@ -162,7 +154,7 @@ func (p *Producer) rotated(pool *servedPool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	pool.rotation.running, pool.rotation.retiring = false, nil
-	if !p.closed && len(pool.burned) > 0 {
+	if !p.closed && pool.burned.grants > 0 {
 		p.lookAgain(pool, rotateRetry)
 	}
 }

@@ -2,6 +2,7 @@ package ec
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"testing"
 	"testing/synctest"
@@ -152,6 +153,24 @@ func TestASourceThatNeverReadsIsRefusedAndOthersAreNot(t *testing.T) {
 		}
 		if a := s.session("d", "other", "2"); a.Status != wire.OK {
 			t.Errorf("another source: %v", a.Status)
+		}
+	})
+}
+
+// What a source keeps in place counts, not how often it asks for it.
+func TestManyGrantsOfAFewEntriesDoNotLockASourceOut(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, _, _ := rotating(t)
+		save(t, s.cache, "small", 1)
+		save(t, s.cache, "other", 1)
+		for i := range 2 * minGrants {
+			s.session("small", fmt.Sprint("greedy-", i), "1"+fmt.Sprint(i))
+		}
+		if a := s.from(s.plain("other"), control.Source{ID: "victim", Addr: "10.0.0.1"}); a.Status != wire.OK {
+			t.Errorf("a neighbour is answered %v", a.Status)
+		}
+		if st := s.producer.Stats(); st.GrantedBlocks != 2 {
+			t.Errorf("%d blocks granted, want each counted once", st.GrantedBlocks)
 		}
 	})
 }

@@ -21,7 +21,7 @@ type ProducerStats struct {
 	SendFailed     uint64 // answers that could not be queued
 
 	Grants        int // live
-	GrantedBlocks int // blocks under live grants, counted once a grant
+	GrantedBlocks int // blocks under live grants, each counted once
 	Burned        int // grants of plain peers that are past their lease and not read
 	BurnedBlocks  int
 	Retiring      int // pools whose former agent still serves sessions that know it
@@ -35,10 +35,11 @@ func (p *Producer) Stats() ProducerStats {
 	s.Grants = len(p.grants.byID)
 	for _, pool := range p.order {
 		s.GrantedBlocks += pool.total.blocks
+		s.Burned += pool.burned.grants
+		s.BurnedBlocks += pool.burned.blocks
 		if pool.rotation.retiring != nil {
 			s.Retiring++
 		}
 	}
-	s.Burned, s.BurnedBlocks = p.grants.burned.grants, p.grants.burned.blocks
 	return s
 }

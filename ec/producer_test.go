@@ -429,8 +429,9 @@ func TestAnAckThatCannotBeSentPinsNothing(t *testing.T) {
 		s.out.err = control.ErrQueueFull
 		s.producer.Message(control.Source{ID: "c"}, wire.AppendRequest(nil, s.request("img"), wire.Generation2))
 		synctest.Wait()
-		if info, _ := s.cache.Lookup("img"); info.Pins != 0 || s.producer.Stats().SendFailed != 1 {
-			t.Errorf("%d pins", info.Pins)
+		// The ack, and NOT_READY in its place.
+		if info, _ := s.cache.Lookup("img"); info.Pins != 0 || s.producer.Stats().SendFailed != 2 {
+			t.Errorf("%d pins, %d answers failed", info.Pins, s.producer.Stats().SendFailed)
 		}
 	})
 }

@@ -146,6 +146,8 @@ func (r *reader) ferryAck() (*FerryAck, error) {
 			f.Grant, err = r.text(MaxGrant)
 		case fieldExtents:
 			f.Extents, err = r.extents()
+		case fieldRows:
+			f.Rows, err = r.int64(math.MaxInt64)
 		case fieldBytes:
 			f.Bytes, err = r.int64(math.MaxInt64)
 		case fieldLease:

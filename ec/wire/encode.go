@@ -104,7 +104,7 @@ func appendFerryRequest(b []byte, f *FerryRequest) []byte {
 
 func appendFerryAck(b []byte, f *FerryAck) []byte {
 	b = msgp.AppendMapHeader(b, 1+count(f.Try != 0, f.Node != "", f.Epoch != 0, f.Gen != 0, f.Slot != 0, f.Grant != "", len(f.Extents) > 0,
-		f.Bytes != 0, f.LeaseMS != 0, f.Sum != nil, len(f.Planes) > 0))
+		f.Rows != 0, f.Bytes != 0, f.LeaseMS != 0, f.Sum != nil, len(f.Planes) > 0))
 	b = appendV(b, f.V)
 	b = optionalUint(b, fieldTry, f.Try)
 	b = optionalStr(b, fieldNode, f.Node)
@@ -121,6 +121,7 @@ func appendFerryAck(b []byte, f *FerryAck) []byte {
 			b = msgp.AppendUint64(b, uint64(e[1]))
 		}
 	}
+	b = optionalInt(b, fieldRows, f.Rows)
 	b = optionalInt(b, fieldBytes, f.Bytes)
 	b = optionalInt(b, fieldLease, f.LeaseMS)
 	if f.Sum != nil {
@@ -158,7 +159,7 @@ func (f *FerryAck) room() int {
 	if f == nil {
 		return 0
 	}
-	n := 192 + len(f.Node) + len(f.Grant) + 11*len(f.Extents)
+	n := 208 + len(f.Node) + len(f.Grant) + 11*len(f.Extents)
 	for i := range f.Planes {
 		p := &f.Planes[i]
 		n += 40 + len(p.Name) + len(p.Metadata) + len(p.Token)

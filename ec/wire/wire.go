@@ -116,6 +116,7 @@ type FerryAck struct {
 	Slot    uint32      // its slot
 	Grant   string      // names the grant in verify
 	Extents [][2]uint32 // runs of blocks (start, count): own peers read these, Blocks may be empty
+	Rows    int64       // of the encoding; 0: not said
 	Bytes   int64       // bytes of the encoding without padding
 	LeaseMS int64       // how long the grant lives on the producer's clock
 	Sum     *uint64     // xxh3, if asked for and kept
@@ -179,6 +180,7 @@ const (
 	fieldSlot     = "slot"
 	fieldGrant    = "grant"
 	fieldExtents  = "extents"
+	fieldRows     = "rows"
 	fieldBytes    = "bytes"
 	fieldLease    = "lease_ms"
 	fieldName     = "name"
