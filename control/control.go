@@ -3,7 +3,7 @@
 //
 // A Loop owns a set of sockets on one goroutine with its own thread; no other goroutine touches them. It sleeps in epoll and wakes
 // only for work: there is no polling. Handlers are called on it and must not block; they may call Send, Close, Dial and Listen.
-// Sending is safe from any goroutine and never blocks: queues are bounded, in messages and in bytes.
+// Sending is safe from any goroutine and never blocks: queues are bounded, in messages and in bytes, each and all together.
 //
 // On the wire a message is ["", payload] at the DEALER and [id, "", payload] at the ROUTER. Anything else is dropped and counted.
 package control
@@ -39,6 +39,9 @@ const (
 	// DefaultQueue and DefaultQueueBytes limit what waits for one destination.
 	DefaultQueue      = 1000
 	DefaultQueueBytes = 64 << 20
+	// DefaultTotalBytes limits what waits for all destinations of a loop: as much as four queues, or 35 acks for a plain region of
+	// 1 GiB (7.3 MB each).
+	DefaultTotalBytes = 256 << 20
 	// DefaultConnectTimeout limits resolving a name, connecting and the handshake, each.
 	DefaultConnectTimeout = 4 * time.Second
 	// DefaultReconnectMin and DefaultReconnectMax are the first and the longest pause before a dealer tries again.
@@ -61,6 +64,10 @@ type Options struct {
 	// QueueBytes limits the bytes waiting per destination, among them what libzmq holds in bodies of 8 KiB and more. A larger body is
 	// refused with ErrTooLarge.
 	QueueBytes int64
+	// TotalBytes limits the bytes waiting for all destinations of a loop together, counted as for QueueBytes. Beyond it bodies of 8 KiB
+	// and more are refused; smaller ones pass, so that peers are still answered, if with less. At least QueueBytes.
+	// Default: DefaultTotalBytes, or QueueBytes if that is more.
+	TotalBytes int64
 	// ConnectTimeout limits each step of an attempt to connect, and the handshake of a peer that connects to a Router.
 	ConnectTimeout time.Duration
 	// ReconnectMin and ReconnectMax limit the pause between a dealer's attempts; it doubles from one to the other.
@@ -86,6 +93,9 @@ func (o Options) withDefaults() Options {
 	}
 	if o.QueueBytes == 0 {
 		o.QueueBytes = DefaultQueueBytes
+	}
+	if o.TotalBytes == 0 {
+		o.TotalBytes = max(DefaultTotalBytes, o.QueueBytes)
 	}
 	if o.Log == nil {
 		o.Log = slog.Default()
@@ -113,6 +123,9 @@ func (o Options) check() error {
 	}
 	if o.Queue < 0 || o.QueueBytes < 0 || o.MaxMessage < 0 {
 		return fmt.Errorf("control: options Queue %d, QueueBytes %d, MaxMessage %d: none may be negative", o.Queue, o.QueueBytes, o.MaxMessage)
+	}
+	if o.TotalBytes < o.QueueBytes {
+		return fmt.Errorf("control: option TotalBytes is %d: the least is QueueBytes, %d", o.TotalBytes, o.QueueBytes)
 	}
 	return nil
 }

@@ -63,7 +63,7 @@ func (l *Loop) Dial(ctx context.Context, addr string, h DealerHandler) (*Dealer,
 		}
 		l.members[d] = struct{}{}
 		l.mu.Lock()
-		d.q.flow = newFlow()
+		d.q.flow = newFlow(l.total.flow)
 		l.mu.Unlock()
 		d.connect()
 	})
@@ -77,8 +77,9 @@ func (l *Loop) Dial(ctx context.Context, addr string, h DealerHandler) (*Dealer,
 func (d *Dealer) Addr() string { return d.addr }
 
 // Send queues `["", body]`. body must not be changed afterwards. Between Dial and the first Up or Down it waits for the connection;
-// after Down, and until Up, it is refused with ErrGone. ErrQueueFull if the queue is full, ErrTooLarge if body is larger than the
-// queue may be, ErrClosed after Close. A message that was accepted reaches the peer, or the connection ends with Down.
+// after Down, and until Up, it is refused with ErrGone. ErrQueueFull if the queue is full, or all queues of the loop for a large body
+// (Options.TotalBytes), ErrTooLarge if body is larger than the queue may be, ErrClosed after Close. A message that was accepted reaches
+// the peer, or the connection ends with Down.
 func (d *Dealer) Send(body []byte) error {
 	l := d.l
 	if d.ended(l) {
@@ -89,7 +90,7 @@ func (d *Dealer) Send(body []byte) error {
 		l.mu.Unlock()
 		return ErrGone
 	}
-	if err := d.q.push(body, &l.opts); err != nil {
+	if err := d.q.push(body, &l.opts, &l.total); err != nil {
 		l.mu.Unlock()
 		return err
 	}
@@ -115,15 +116,16 @@ func (d *Dealer) Close() error {
 
 // release implements member.
 func (d *Dealer) release() {
+	d.l.mu.Lock()
+	d.link = linkDown // a Send that is under way touches the queue no more
+	d.q.clear(&d.l.total)
+	d.l.mu.Unlock()
 	if _, ok := d.l.members[d]; !ok {
 		return // closed before it began
 	}
 	d.disconnect()
 	d.l.alarms.stop(&d.alarm)
 	delete(d.l.members, d)
-	d.l.mu.Lock()
-	defer d.l.mu.Unlock()
-	d.link = linkDown // a Send that is under way touches the queue no more
 	d.q.flow.drop()
 }
 
@@ -179,7 +181,7 @@ func (d *Dealer) failed(why string) {
 	l.mu.Lock()
 	first := d.link != linkDown
 	d.link = linkDown
-	d.q.clear()
+	d.q.clear(&l.total)
 	l.mu.Unlock()
 
 	pause := min(l.opts.ReconnectMin<<min(d.failures, 20), l.opts.ReconnectMax)

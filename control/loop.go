@@ -56,6 +56,7 @@ type Loop struct {
 	asleep  bool        // the owner sleeps, or is about to
 	err     error       // why the loop ended, if not by Close
 	closing atomic.Bool // no new members, no new calls; set under mu
+	total   total
 
 	done chan struct{}
 
@@ -79,6 +80,7 @@ func NewLoop(o Options) (*Loop, error) {
 		return nil, fmt.Errorf("control: start a loop: %w", err)
 	}
 	l.in, l.inMon = newInbound(), newInbound()
+	l.total.flow = newFlow(flow{})
 	started := make(chan struct{})
 	go l.run(started)
 	<-started
@@ -344,6 +346,10 @@ func (l *Loop) end() {
 	l.in.free()
 	l.inMon.free()
 	l.shut()
+	l.mu.Lock()
+	l.total.flow.drop()
+	l.total.flow = flow{} // for a Send that is under way
+	l.mu.Unlock()
 	l.tid.Store(0)
 	close(l.done)
 }

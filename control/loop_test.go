@@ -336,6 +336,7 @@ func TestOptionsAreChecked(t *testing.T) {
 	for _, o := range []Options{
 		{HeartbeatInterval: -1}, {HeartbeatTimeout: time.Microsecond}, {HeartbeatTTL: time.Millisecond}, {ConnectTimeout: -1},
 		{ReconnectMin: -1}, {ReconnectMin: time.Second, ReconnectMax: time.Millisecond}, {Queue: -1}, {QueueBytes: -1}, {MaxMessage: -1},
+		{TotalBytes: -1}, {TotalBytes: 1000},
 	} {
 		if l, err := NewLoop(o); err == nil {
 			l.Close()

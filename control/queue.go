@@ -18,18 +18,30 @@ type outlet struct {
 	bytes int64 // their bytes; guarded by Loop.mu
 }
 
+// total is what waits for all destinations of a loop.
+type total struct {
+	bytes int64 // in outlets; guarded by Loop.mu
+	flow  flow  // of libzmq
+}
+
+// waiting is all of it. A body on its way from one to the other counts twice. Caller holds Loop.mu.
+func (t *total) waiting() int64 { return t.bytes + t.flow.held() }
+
 // push accepts body or says why not. Caller holds Loop.mu.
-func (q *outlet) push(body []byte, o *Options) error {
+func (q *outlet) push(body []byte, o *Options, t *total) error {
 	size := int64(len(body))
 	switch {
 	case size > o.QueueBytes:
 		return fmt.Errorf("%w: %d bytes, where Options.QueueBytes allows %d", ErrTooLarge, size, o.QueueBytes)
 	case q.n >= o.Queue || q.bytes+q.flow.held()+size > o.QueueBytes:
 		return ErrQueueFull
+	case size >= large && t.waiting()+size > o.TotalBytes:
+		return fmt.Errorf("%w: %d bytes more would be over Options.TotalBytes, %d for all destinations", ErrQueueFull, size, o.TotalBytes)
 	}
 	q.in = append(q.in, body)
 	q.n++
 	q.bytes += size
+	t.bytes += size
 	return nil
 }
 
@@ -50,6 +62,7 @@ func (q *outlet) drain(l *Loop, socket unsafe.Pointer, id string, settled func()
 		l.mu.Lock()
 		q.n -= n
 		q.bytes -= bytes
+		l.total.bytes -= bytes
 		if errno == 0 {
 			q.in, q.out, q.at = q.out[:0], q.in, 0
 		}
@@ -67,8 +80,9 @@ func (q *outlet) drain(l *Loop, socket unsafe.Pointer, id string, settled func()
 }
 
 // clear drops what waits and returns how many messages that was. Owner only; caller holds Loop.mu.
-func (q *outlet) clear() int {
+func (q *outlet) clear(t *total) int {
 	n := q.n
+	t.bytes -= q.bytes
 	q.in, q.out, q.at, q.n, q.bytes = nil, nil, 0, 0, 0
 	return n
 }

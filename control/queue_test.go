@@ -14,6 +14,7 @@ func TestOutletAcceptsUpToItsLimitsAndKeepsOrder(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		o := &Options{Queue: rapid.IntRange(1, 5).Draw(t, "queue"), QueueBytes: rapid.Int64Range(1, 40).Draw(t, "bytes")}
 		var q outlet
+		var all total
 		var model [][]byte
 		var bytes int64
 		t.Repeat(map[string]func(*rapid.T){
@@ -29,19 +30,19 @@ func TestOutletAcceptsUpToItsLimitsAndKeepsOrder(t *testing.T) {
 				default:
 					model, bytes = append(model, body), bytes+size
 				}
-				if err := q.push(body, o); !errors.Is(err, want) {
+				if err := q.push(body, o, &all); !errors.Is(err, want) {
 					t.Fatalf("push of %d bytes: %v, want %v", size, err, want)
 				}
 			},
 			"clear": func(t *rapid.T) {
-				if n := q.clear(); n != len(model) {
+				if n := q.clear(&all); n != len(model) {
 					t.Fatalf("%d cleared, want %d", n, len(model))
 				}
 				model, bytes = nil, 0
 			},
 			"": func(t *rapid.T) {
-				if q.n != len(model) || q.bytes != bytes {
-					t.Fatalf("%d messages, %d bytes: want %d, %d", q.n, q.bytes, len(model), bytes)
+				if q.n != len(model) || q.bytes != bytes || all.bytes != bytes {
+					t.Fatalf("%d messages, %d bytes, %d in all: want %d, %d", q.n, q.bytes, all.bytes, len(model), bytes)
 				}
 			},
 		})

@@ -127,7 +127,8 @@ func (r *Router) bind(at address) error {
 func (r *Router) Port() int { return r.port }
 
 // Send queues `[id, "", body]`. body must not be changed afterwards. ErrGone if no such peer is connected (best effort),
-// ErrQueueFull if its queue is full, ErrTooLarge if body is larger than a queue may be, ErrClosed after Close.
+// ErrQueueFull if its queue is full, or all queues of the loop for a large body (Options.TotalBytes: a small one may still pass),
+// ErrTooLarge if body is larger than a queue may be, ErrClosed after Close.
 // A message that was accepted is dropped, and counted as unroutable, if its peer goes away first.
 func (r *Router) Send(id string, body []byte) error {
 	l := r.l
@@ -141,7 +142,7 @@ func (r *Router) Send(id string, body []byte) error {
 		l.mu.Unlock()
 		return ErrGone
 	}
-	if err := p.q.push(body, &l.opts); err != nil {
+	if err := p.q.push(body, &l.opts, &l.total); err != nil {
 		r.fullQueue++
 		l.mu.Unlock()
 		return err
@@ -180,6 +181,7 @@ func (r *Router) release() {
 	defer r.l.mu.Unlock()
 	for id, p := range r.peers {
 		delete(r.peers, id) // a Send that is under way finds nobody
+		p.q.clear(&r.l.total)
 		p.q.flow.drop()
 	}
 }
@@ -291,7 +293,7 @@ func (r *Router) newPeer() (p *peer, filed bool) {
 	if c == nil {
 		return p, false
 	}
-	p.q.flow = newFlow()
+	p.q.flow = newFlow(r.l.total.flow)
 	c.peers = append(c.peers, p)
 	r.l.mu.Lock()
 	r.peers[p.src.ID] = p
@@ -329,7 +331,7 @@ func (r *Router) leave(c *conn) {
 	for _, p := range c.peers {
 		r.l.mu.Lock()
 		delete(r.peers, p.src.ID)
-		r.unroutable += uint64(p.q.clear())
+		r.unroutable += uint64(p.q.clear(&r.l.total))
 		r.l.mu.Unlock()
 		p.q.flow.drop() // nobody finds p any more
 		if r.left != nil && !r.ended(r.l) {
@@ -368,7 +370,7 @@ func (r *Router) drain(p *peer) {
 		r.blocked = append(r.blocked, p)
 	case syscall.EHOSTUNREACH: // gone; the monitor is about to say so
 		r.l.mu.Lock()
-		r.unroutable += uint64(p.q.clear())
+		r.unroutable += uint64(p.q.clear(&r.l.total))
 		p.queued = false
 		r.l.mu.Unlock()
 	default:

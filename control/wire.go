@@ -75,8 +75,10 @@ static int ferry_part(void *socket, const void *data, size_t size, int flags)
 	return rc < 0 ? -errno : 0;
 }
 
-// ferry_flow counts the bytes of large bodies that libzmq holds for a destination. It lives until its owner and all bodies are gone.
-typedef struct {
+// ferry_flow counts the bytes of large bodies that libzmq holds for a destination, or for all of a loop: then it is the whole of others.
+// It lives until its owner, all bodies and all its parts are gone.
+typedef struct ferry_flow {
+	struct ferry_flow *whole; // NULL if it is part of none
 	int64_t bytes;
 	int64_t refs;
 } ferry_flow;
@@ -87,10 +89,21 @@ typedef struct {
 	size_t size;
 } ferry_body;
 
+static void ferry_flow_hold(ferry_flow *f) { __atomic_add_fetch(&f->refs, 1, __ATOMIC_RELAXED); }
+
 static void ferry_flow_drop(ferry_flow *f)
 {
-	if (__atomic_sub_fetch(&f->refs, 1, __ATOMIC_ACQ_REL) == 0)
+	while (f && __atomic_sub_fetch(&f->refs, 1, __ATOMIC_ACQ_REL) == 0) {
+		ferry_flow *whole = f->whole;
 		free(f);
+		f = whole;
+	}
+}
+
+static void ferry_flow_add(ferry_flow *f, int64_t bytes)
+{
+	for (; f; f = f->whole)
+		__atomic_add_fetch(&f->bytes, bytes, __ATOMIC_RELAXED);
 }
 
 // Called by libzmq, on any of its threads, when a body has been written to the connection or thrown away.
@@ -98,7 +111,7 @@ static void ferry_body_free(void *data, void *hint)
 {
 	ferry_body *b = hint;
 	(void)data;
-	__atomic_sub_fetch(&b->flow->bytes, (int64_t)b->size, __ATOMIC_RELAXED);
+	ferry_flow_add(b->flow, -(int64_t)b->size);
 	ferry_flow_drop(b->flow);
 	free(b);
 }
@@ -115,8 +128,8 @@ static int ferry_body_new(zmq_msg_t *msg, ferry_flow *flow, size_t size)
 		free(b);
 		return -ENOMEM;
 	}
-	__atomic_add_fetch(&flow->refs, 1, __ATOMIC_RELAXED);
-	__atomic_add_fetch(&flow->bytes, (int64_t)size, __ATOMIC_RELAXED);
+	ferry_flow_hold(flow);
+	ferry_flow_add(flow, (int64_t)size);
 	return 0;
 }
 
@@ -205,12 +218,21 @@ func (in inbound) peer() string {
 	return ""
 }
 
-// flow counts the bytes of large bodies that libzmq holds for one destination. Its zero value, before there is a socket, counts none.
+// large is the least size of a body that a flow counts.
+const large = C.FERRY_LARGE
+
+// flow counts the bytes of large bodies that libzmq holds for one destination, or for all of a loop. Its zero value, before
+// there is a socket, counts none.
 type flow struct{ f *C.ferry_flow }
 
-func newFlow() flow {
+// newFlow makes a flow that is also counted in whole, unless that is zero. The caller must drop it.
+func newFlow(whole flow) flow {
 	f := (*C.ferry_flow)(C.calloc(1, C.sizeof_ferry_flow))
 	f.refs = 1
+	if whole.f != nil {
+		f.whole = whole.f
+		C.ferry_flow_hold(whole.f)
+	}
 	return flow{f}
 }
 
