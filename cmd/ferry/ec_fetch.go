@@ -28,7 +28,8 @@ func (a *app) ecFetchCmd() *cobra.Command {
 that has it. One line a key, as it is known: {"key":..,"status":..,"bytes":..,"ms":..,"plane":..}, with "reason" where the status is
 not ready. Statuses: ready, missing, not_ready, incompatible, unreachable, timed_out, conflict, failed, canceled. The plane is
 "local" where the pool had it. With --out, DIR/KEY.bin gets the encoding's bytes without padding (bytes of KEY other than letters,
-digits, '-', '_' and '.' are written as %XX). The exit status is 0 only if all of those keys are ready.`,
+digits, '-', '_' and '.' are written as %XX). Where that is longer than 255 bytes, the name is its first 180 bytes, or up to two
+fewer so as not to split a %XX, then "-", the first 16 hex digits of KEY's SHA-256, and ".bin". The exit status is 0 only if all of those keys are ready.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if source == "" {
@@ -88,7 +89,7 @@ func (a *app) fetch(ctx context.Context, c *client.Client, params ec.Params, tim
 			MS: float64(r.Elapsed.Microseconds()) / 1000, Plane: r.Plane, Reason: r.Reason,
 		}
 		if r.Mapped != nil {
-			err := writeFile(out, fileName(r.Key)+".bin", r.Mapped.Buffers())
+			err := writeFile(out, fileName(r.Key, ".bin"), r.Mapped.Buffers())
 			r.Mapped.Release()
 			if err != nil {
 				line.Status, line.Reason = statusOf(ec.FetchFailed), fmt.Sprintf("pulled, but not written: %v", err)

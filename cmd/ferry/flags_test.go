@@ -47,8 +47,23 @@ func TestFileNamesOfKeysAreSafeAndUnique(t *testing.T) {
 		"a\x00b\n":      "a%00b%0A",
 		"é":             "%C3%A9",
 	} {
-		if got := fileName(key); got != want {
-			t.Errorf("fileName(%q) = %q, want %q", key, got, want)
+		if got := fileName(key, ".bin"); got != want+".bin" {
+			t.Errorf("fileName(%q) = %q, want %q", key, got, want+".bin")
+		}
+	}
+}
+
+func TestLongKeysGetFileNamesThatAFileSystemTakes(t *testing.T) {
+	// The digits are those of sha256sum over the key.
+	for _, c := range []struct{ name, key, want string }{
+		{"the longest that stays", strings.Repeat("k", 251), strings.Repeat("k", 251)},
+		{"one more", strings.Repeat("k", 252), strings.Repeat("k", 180) + "-2e9724a8898370c4"},
+		{"escapes to the cut", strings.Repeat("/", 100), strings.Repeat("%2F", 60) + "-4aaecdd8a94cb7ab"},
+		{"an escape across the cut", "kk" + strings.Repeat("/", 100), "kk" + strings.Repeat("%2F", 59) + "-160ae89a199f197d"},
+	} {
+		got := fileName(c.key, ".bin")
+		if got != c.want+".bin" || len(got) > 255 {
+			t.Errorf("%s: %q, want %q", c.name, got, c.want+".bin")
 		}
 	}
 }
@@ -80,8 +95,8 @@ func FuzzFileName(f *testing.F) {
 	f.Add("../x")
 	f.Add("a%2Fb")
 	f.Fuzz(func(t *testing.T, key string) {
-		name := fileName(key)
-		if strings.ContainsAny(name, "/\x00") || strings.HasPrefix(name, ".") {
+		name := fileName(key, ".bin")
+		if strings.ContainsAny(name, "/\x00") || strings.HasPrefix(name, ".") && name != ".bin" || len(name) > 255 {
 			t.Errorf("fileName(%q) = %q", key, name)
 		}
 	})

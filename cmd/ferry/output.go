@@ -1,6 +1,8 @@
 package main
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"io"
 	"os"
@@ -20,11 +22,19 @@ func printJSON(w io.Writer, v any) error {
 	return err
 }
 
-// fileName makes a key a file's name: letters, digits, '-', '_' and inner '.' stand for themselves, other bytes are escaped as
-// %XX. No two keys share a name, and no name leaves its directory.
-func fileName(key string) string {
+// Lengths of file names in bytes.
+const (
+	maxName   = 255 // NAME_MAX of Linux's file systems
+	shortName = 180 // what is kept of a name that is longer
+)
+
+// fileName makes a key a file's name, which ends in ext: letters, digits, '-', '_' and inner '.' stand for themselves, other bytes are escaped as
+// %XX. Of a name that is too long the first bytes are kept, up to a whole escape, then "-" and 16 hex digits of the key's SHA-256.
+// No two keys share a name unless one was made to look like what another was cut to, and no name leaves its directory.
+func fileName(key, ext string) string {
 	const hexDigits = "0123456789ABCDEF"
 	var b strings.Builder
+	cut := 0
 	for i := range len(key) {
 		c := key[i]
 		switch {
@@ -35,8 +45,16 @@ func fileName(key string) string {
 			b.WriteByte(hexDigits[c>>4])
 			b.WriteByte(hexDigits[c&15])
 		}
+		if b.Len() <= shortName {
+			cut = b.Len()
+		}
 	}
-	return b.String()
+	name := b.String()
+	if len(name)+len(ext) > maxName {
+		sum := sha256.Sum256([]byte(key))
+		name = name[:cut] + "-" + hex.EncodeToString(sum[:8])
+	}
+	return name + ext
 }
 
 // writeFile makes a file whole or not at all: it is written under another name in the same directory and then renamed.
