@@ -11,12 +11,11 @@ import (
 )
 
 // Sizes that were measured (bench/results/mapped.md). Up to a MiB, waking a goroutine on another core, whose cache is cold for
-// these bytes, takes longer than copying them here. From 4 MiB on a second copier pays, and so do stores past the caches: they
-// lose up to a fifth if all the bytes happen to be in a cache, and win two to three times over if not, which is the rule for a
-// pool. Pieces bound how late a cancel is noticed.
+// these bytes, takes longer than copying them here. From 8 MiB on a second copier pays, and so do stores past the caches; at
+// 4 MiB they win by a third if the bytes are in no cache and lose by a fifth if they are, where a plain copy loses in neither case. Pieces bound how late a cancel is noticed.
 const (
 	inlineBytes   = 1 << 20
-	parallelBytes = 4 << 20
+	parallelBytes = 8 << 20
 	pieceBytes    = 1 << 20
 )
 
