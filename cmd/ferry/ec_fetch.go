@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -26,7 +27,7 @@ func (a *app) ecFetchCmd() *cobra.Command {
 		Short: "Pull announced encodings into the node's pool, and into files",
 		Long: `Pull each key of an ec_transfer_params map that has an address. FILE (- for standard input) is the map, or a chat completion
 that has it. One line a key, as it is known: {"key":..,"status":..,"bytes":..,"ms":..,"plane":..}, with "reason" where the status is
-not ready. Statuses: ready, missing, not_ready, incompatible, unreachable, timed_out, conflict, failed, canceled. The plane is
+not ready; also if the node itself cannot be reached, which is "failed". Statuses: ready, missing, not_ready, incompatible, unreachable, timed_out, conflict, failed, canceled. The plane is
 "local" where the pool had it. With --out, DIR/KEY.bin gets the encoding's bytes without padding (bytes of KEY other than letters,
 digits, '-', '_' and '.' are written as %XX). Where that is longer than 255 bytes, the name is its first 180 bytes, or up to two
 fewer so as not to split a %XX, then "-", the first 16 hex digits of KEY's SHA-256, and ".bin". The exit status is 0 only if all of those keys are ready.`,
@@ -49,9 +50,10 @@ fewer so as not to split a %XX, then "-", the first 16 hex digits of KEY's SHA-2
 			}
 			ctx, cancel := a.interruptible(cmd.Context())
 			defer cancel()
+			start := time.Now()
 			c, err := a.dial(ctx, &f, "ferry ec fetch")
 			if err != nil {
-				return err
+				return a.notFetched(ctx, params, time.Since(start), err)
 			}
 			defer c.Close()
 			return a.fetch(ctx, c, params, timeout, out)
@@ -79,9 +81,10 @@ func (a *app) fetch(ctx context.Context, c *client.Client, params ec.Params, tim
 	if out != "" {
 		fetch = c.FetchMap // nothing evicts it while it is written
 	}
+	start := time.Now()
 	results, err := fetch(ctx, params, timeout)
 	if err != nil {
-		return err
+		return a.notFetched(ctx, params, time.Since(start), err)
 	}
 	for r := range results {
 		line := fetchLine{
@@ -104,6 +107,29 @@ func (a *app) fetch(ctx context.Context, c *client.Client, params ec.Params, tim
 		return errReported
 	}
 	return nil
+}
+
+// notFetched gives each key that was to be pulled its line, where the node was not even asked. It returns what is to be said of that.
+func (a *app) notFetched(ctx context.Context, params ec.Params, elapsed time.Duration, why error) error {
+	outcome := ec.FetchFailed
+	if ctx.Err() != nil {
+		outcome = ec.FetchCanceled
+	}
+	for _, key := range params.Keys() {
+		announced, _ := params.Get(key)
+		bad := params.Err(key)
+		if bad == nil && !announced.Servable() {
+			continue
+		}
+		line := fetchLine{Key: key, Status: statusOf(outcome), MS: float64(elapsed.Microseconds()) / 1000, Reason: why.Error()}
+		if bad != nil {
+			line.Status, line.Reason = statusOf(ec.FetchFailed), bad.Error()
+		}
+		if err := printJSON(a.stdout, line); err != nil {
+			return errors.Join(why, err)
+		}
+	}
+	return why
 }
 
 // readParams reads a bare map, or the one of a chat completion.
