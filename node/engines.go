@@ -121,7 +121,13 @@ func (e *engines) accept(sock *net.UnixConn) {
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.closing || len(e.sessions) >= maxSessions {
+	if e.closing {
+		e.counters.refused.Add(1)
+		_ = conn.Send(&api.Refused{Code: api.CodeClosing, Message: "the node is ending"}, api.MaxReplyFrame)
+		_ = conn.Close()
+		return
+	}
+	if len(e.sessions) >= maxSessions {
 		e.counters.refused.Add(1)
 		_ = conn.Send(&api.Refused{Code: api.CodeLimit, Message: fmt.Sprintf("the node serves at most %d engines", maxSessions)}, api.MaxReplyFrame)
 		_ = conn.Close()

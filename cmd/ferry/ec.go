@@ -40,7 +40,7 @@ type nodeFlags struct {
 func (f *nodeFlags) add(cmd *cobra.Command) {
 	cmd.Flags().StringVar(&f.socket, "socket", defaultSocket(), "the node's unix socket (environment: FERRY_SOCKET)")
 	cmd.Flags().StringVar(&f.pool, "pool", "", "compatibility hash of the pool; not needed if the node has just one")
-	cmd.Flags().DurationVar(&f.wait, "connect-timeout", 10*time.Second, "how long the node may take to answer the connection")
+	cmd.Flags().DurationVar(&f.wait, "connect-timeout", 10*time.Second, "how long the node may take to answer the connection; one that restarts is tried again for that long")
 }
 
 func defaultSocket() string {
@@ -50,7 +50,7 @@ func defaultSocket() string {
 	return node.DefaultConfig().Socket
 }
 
-// dial connects. A node that is not there is an error at once: nothing is waited for but its answer.
+// dial connects. A socket that is not there is an error at once; a node that is ending or starting is tried again.
 func (a *app) dial(ctx context.Context, f *nodeFlags, name string) (*client.Client, error) {
 	ctx, cancel := context.WithTimeout(ctx, f.wait)
 	defer cancel()

@@ -19,7 +19,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
+	"math/rand/v2"
 	"net"
 	"os"
 	"sync"
@@ -172,7 +174,9 @@ type pushee interface {
 	lost(err error)
 }
 
-// Dial connects to the node's unix socket, says who it is and maps the pool.
+// Dial connects to the node's unix socket, says who it is and maps the pool. A node that ends or starts meanwhile (nobody listens, or
+// the connection is lost before the welcome) is tried again until ctx ends, or for 10 s. A socket that does not exist is an error at
+// once.
 func Dial(ctx context.Context, socket string, o Options) (*Client, error) {
 	ctx, cancel := context.WithTimeout(ctx, handshakeTimeout)
 	defer cancel()
@@ -193,7 +197,7 @@ func dial(ctx context.Context, socket string, o Options) (*Client, error) {
 	if o.Log == nil {
 		o.Log = slog.Default()
 	}
-	conn, welcome, file, err := connect(ctx, socket, &api.Hello{Name: o.Name, Pool: o.Pool})
+	conn, welcome, file, err := firstConnection(ctx, socket, &api.Hello{Name: o.Name, Pool: o.Pool})
 	if err != nil {
 		return nil, err
 	}
@@ -219,6 +223,39 @@ func dial(ctx context.Context, socket string, o Options) (*Client, error) {
 	c.welcomed(welcome)
 	c.reader.Go(func() { c.run(c.link) })
 	return c, nil
+}
+
+// firstConnection is connect, with patience for a node that is on its way down or up.
+func firstConnection(ctx context.Context, socket string, hello *api.Hello) (*api.Conn, *api.Welcome, *os.File, error) {
+	var before error // of the last attempt
+	for pause := firstPause; ; pause = min(2*pause, maxPause) {
+		conn, welcome, file, err := connect(ctx, socket, hello)
+		switch {
+		case err == nil:
+			return conn, welcome, file, nil
+		case ctx.Err() != nil:
+			return nil, nil, nil, errors.Join(before, err)
+		// A node that ended cleanly has taken its socket along; the next one makes another.
+		case !restarting(err) && !(before != nil && errors.Is(err, os.ErrNotExist)):
+			return nil, nil, nil, err
+		}
+		before = err
+		select {
+		case <-time.After(pause/2 + rand.N(pause)/2):
+		case <-ctx.Done():
+			return nil, nil, nil, err
+		}
+	}
+}
+
+// restarting says that a node was there, or still is, and that another may be soon.
+func restarting(err error) bool {
+	for _, e := range []error{io.EOF, io.ErrUnexpectedEOF, unix.ECONNRESET, unix.EPIPE, unix.ECONNREFUSED, ErrClosing} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
 }
 
 // connect makes a connection up to the welcome. The file is the caller's to close.

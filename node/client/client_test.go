@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/tensorferry/tensorferry/ec"
 	"github.com/tensorferry/tensorferry/node/internal/api"
 	"github.com/tensorferry/tensorferry/region"
@@ -78,6 +80,23 @@ func (f *fakeNode) accept() error {
 	return err
 }
 
+// unread takes a connection and drops it with the hello unread, which resets it.
+func (f *fakeNode) unread() error {
+	sock, err := f.listen.AcceptUnix()
+	if err != nil {
+		return err
+	}
+	raw, err := sock.SyscallConn()
+	if err != nil {
+		return err
+	}
+	peeked := raw.Read(func(fd uintptr) bool {
+		_, _, err = unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK)
+		return !errors.Is(err, unix.EAGAIN)
+	})
+	return errors.Join(peeked, err, sock.Close())
+}
+
 func (f *fakeNode) greet() error {
 	if err := f.accept(); err != nil {
 		return err
@@ -137,18 +156,69 @@ func TestAHandshakeThatIsNotOursEndsInAnError(t *testing.T) {
 		{"a later version", func(f *fakeNode) error { f.welcome.Version = 2; return f.greet() }, ErrVersion},
 		{"another pool than the file's", func(f *fakeNode) error { f.welcome.Pool.Blocks++; return f.greet() }, ErrProtocol},
 		{"no welcome", func(f *fakeNode) error { return errors.Join(f.accept(), f.conn.Send(&api.Bye{}, api.MaxReplyFrame)) }, ErrProtocol},
-		{"gone", func(f *fakeNode) error { return errors.Join(f.accept(), f.conn.Close()) }, nil},
 	} {
 		f := newFakeNode(t)
 		played := make(chan error, 1)
 		go func() { played <- c.play(f) }()
 		_, err := Dial(testContext(t), f.path, Options{})
-		if err == nil || c.want != nil && !errors.Is(err, c.want) {
+		if !errors.Is(err, c.want) {
 			t.Errorf("%s: %v, want %v", c.name, err, c.want)
 		}
 		if err := <-played; err != nil {
 			t.Errorf("%s: %v", c.name, err)
 		}
+	}
+}
+
+func TestDialOutlastsANodeThatIsRestartedInTheHandshake(t *testing.T) {
+	f := newFakeNode(t)
+	played := make(chan error, 1)
+	go func() {
+		played <- errors.Join(
+			f.accept(), f.conn.Close(), // killed after the hello
+			f.accept(), f.conn.Send(&api.Refused{Code: api.CodeClosing, Message: "ending"}, api.MaxReplyFrame), f.conn.Close(),
+			f.unread(), // killed before it read the hello
+			f.greet(),
+		)
+	}()
+	c, err := Dial(testContext(t), f.path, Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if err := <-played; err != nil {
+		t.Error(err)
+	}
+}
+
+func TestDialOutlastsTheSocketOfADeadNode(t *testing.T) {
+	f := newFakeNode(t)
+	f.listen.SetUnlinkOnClose(false)
+	if err := f.listen.Close(); err != nil { // from here on nobody listens
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(testContext(t))
+	tried := make(chan error, 1)
+	go func() {
+		_, err := Dial(ctx, f.path, Options{})
+		tried <- err
+	}()
+	select {
+	case err := <-tried:
+		t.Errorf("it gave up: %v", err)
+	case <-time.After(10 * firstPause):
+	}
+	cancel()
+	if err := <-tried; !errors.Is(err, context.Canceled) || !errors.Is(err, unix.ECONNREFUSED) {
+		t.Errorf("%v; want why it ended, and what was wrong", err)
+	}
+}
+
+func TestASocketThatDoesNotExistIsAnErrorAtOnce(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	if _, err := Dial(ctx, filepath.Join(t.TempDir(), "none"), Options{}); !errors.Is(err, os.ErrNotExist) || errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("%v; want ErrNotExist", err)
 	}
 }
 
