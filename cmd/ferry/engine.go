@@ -26,7 +26,8 @@ func (a *app) engineCmd() *cobra.Command {
 		Long: `A reference engine: it decodes real images, makes encodings of real sizes with seeded dummy weights, and generates no text.
 It serves POST /v1/chat/completions with ec_transfer_params in and out, GET /v1/models and GET /health, and says in the
 "ferry" object of its answer what was embedded. It never fetches media: send data: URLs.
-When it serves it prints {"event":"ready","url":"http://.."}. SIGTERM ends it cleanly.`,
+When it serves it prints {"event":"ready","url":"http://.."}. SIGTERM, SIGINT or SIGHUP
+(unless ignored, as under nohup) ends it cleanly.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c.Role = engine.Role(role)

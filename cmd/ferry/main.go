@@ -141,12 +141,16 @@ func noArgs(_ *cobra.Command, got []string) error {
 // sends a parent-death signal once for each of the parent's threads that die: that is not yet somebody's impatience.
 const sameSignal = 250 * time.Millisecond
 
-// interruptible is canceled by the first SIGINT or SIGTERM, so that the command ends cleanly. The second ends the process at once.
+// interruptible is canceled by the first SIGINT, SIGTERM or SIGHUP, so that the command ends cleanly. The second ends the process at
+// once. A SIGHUP that is ignored, as under nohup, stays ignored.
 // A reader of stdout that has gone is an error of the write, not the death of the process, which would leave shared memory behind.
 func (a *app) interruptible(parent context.Context) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancel(parent)
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
+	if !signal.Ignored(syscall.SIGHUP) { // Notify would end that
+		signal.Notify(signals, syscall.SIGHUP)
+	}
 	pipe := make(chan os.Signal, 1)
 	signal.Notify(pipe, syscall.SIGPIPE) // nobody receives: that it is caught is enough
 	done := make(chan struct{})

@@ -26,7 +26,8 @@ given by --config, then defaults. Sizes are bytes or numbers with a unit, as 64M
 
 When it serves it prints one line:
 {"event":"ready","socket":..,"peer_host":..,"peer_port":..,"admin":..,"region":..,"pid":..}
-SIGTERM or SIGINT ends it cleanly, with the region removed unless --keep-region is given; a second one ends it at once.`,
+SIGTERM, SIGINT or SIGHUP (unless ignored, as under nohup) ends it cleanly, with the region removed unless --keep-region is given; a
+second one ends it at once.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := f.read(cmd)

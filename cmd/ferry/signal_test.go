@@ -3,11 +3,13 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"fmt"
 	"io"
 	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -112,7 +114,11 @@ func TestDemoThatIsEndedLeavesNothing(t *testing.T) {
 // startFerry starts ferry and gives its first line, and its stderr from there on.
 func startFerry(t *testing.T, args ...string) (cmd *exec.Cmd, ready string, stderr *bufio.Reader) {
 	t.Helper()
-	cmd = ferry(t, nil, args...)
+	return startProgram(t, ferry(t, nil, args...))
+}
+
+func startProgram(t *testing.T, cmd *exec.Cmd) (_ *exec.Cmd, ready string, stderr *bufio.Reader) {
+	t.Helper()
 	stdout, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -189,6 +195,59 @@ func TestSecondSignalEndsAtOnce(t *testing.T) {
 	if got, want := cmd.ProcessState.ExitCode(), 128+int(syscall.SIGTERM); got != want {
 		t.Errorf("exit status %d, want %d", got, want)
 	}
+}
+
+func TestSIGHUPEndsANodeAndAnEngineCleanlyUnlessItIsIgnored(t *testing.T) {
+	dir := shortDir(t)
+	sock := filepath.Join(dir, "n")
+	for _, ignored := range []bool{false, true} {
+		start := func(args ...string) *exec.Cmd {
+			if ignored {
+				args = append([]string{"-c", `trap "" HUP; exec ferry "$@"`, "sh"}, args...)
+				cmd, _, _ := startProgram(t, exec.Command("sh", args...))
+				return cmd
+			}
+			cmd, _, _ := startFerry(t, args...)
+			return cmd
+		}
+		node := start(nodeArgs(sock)...)
+		engine := start("engine", "--socket", sock, "--log-level", "error")
+		for _, cmd := range []*exec.Cmd{engine, node} {
+			if err := cmd.Process.Signal(syscall.SIGHUP); err != nil {
+				t.Fatal(err)
+			}
+			if ignored {
+				if !ignores(t, cmd.Process.Pid, syscall.SIGHUP) {
+					t.Errorf("%v does not ignore SIGHUP any more", cmd.Args)
+				}
+				if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := cmd.Wait(); err != nil {
+				t.Errorf("%v: %v", cmd.Args, err)
+			}
+		}
+		if _, err := os.Stat(sock); err == nil {
+			t.Error("the node left its socket")
+		}
+	}
+}
+
+// ignores says whether a process ignores a signal.
+func ignores(t *testing.T, pid int, sig syscall.Signal) bool {
+	t.Helper()
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, text, _ := strings.Cut(string(status), "SigIgn:")
+	text, _, _ = strings.Cut(text, "\n")
+	mask, err := strconv.ParseUint(strings.TrimSpace(text), 16, 64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return mask&(1<<(sig-1)) != 0
 }
 
 func TestWhatAnEnginesConnectionSaysIsInItsLog(t *testing.T) {
