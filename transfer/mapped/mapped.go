@@ -24,7 +24,7 @@ import (
 type Options struct {
 	// Dirs are the directories whose files a peer may name; any other path in metadata is ErrUnreachable. Default: /dev/shm.
 	Dirs []string
-	// Workers is the number of goroutines that copy one READ of 4 MiB and more. Default: GOMAXPROCS, at most 4.
+	// Workers is the number of goroutines that copy one READ of 8 MiB and more. Default: GOMAXPROCS, at most 4.
 	Workers int
 	// Log takes attaches and detaches at level Debug. Default: slog.Default().
 	Log *slog.Logger
