@@ -84,9 +84,17 @@ func (n *Node) listen(ctx context.Context, h control.RouterHandler) (*control.Ro
 		if err == nil {
 			return r, nil
 		}
-		if try == portTries || !errors.Is(err, unix.EADDRINUSE) {
-			return nil, bad("side_channel", n.s.SideChannel, "this node had port %d before it was restarted, and announcements name it: %v; "+
-				"end what uses the port, or give side_channel a port, with which those announcements lead nowhere", port, err)
+		if !errors.Is(err, unix.EADDRINUSE) {
+			return nil, bad("side_channel", n.s.SideChannel, "%v", err)
+		}
+		if try == portTries {
+			// It was any free port, from the range that outgoing connections use too: to serve under another one is better than not at all.
+			n.log.Warn("another process has the port of before: a new one is taken, and announcements made before lead nowhere; give side_channel a port outside of the ephemeral range to keep it",
+				"before", port, "err", err)
+			if r, err = n.loop.Listen(ctx, n.s.host, 0, h); err != nil {
+				return nil, bad("side_channel", n.s.SideChannel, "%v", err)
+			}
+			return r, nil
 		}
 		select {
 		case <-time.After(portPause):
