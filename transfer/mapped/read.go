@@ -10,12 +10,12 @@ import (
 	"github.com/tensorferry/tensorferry/transfer/internal/span"
 )
 
-// Sizes that were measured (bench/results/mapped.md). Up to a MiB, waking a goroutine on another core, whose cache is cold for
-// these bytes, takes longer than copying them here. From 8 MiB on a second copier pays, and so do stores past the caches; at
+// Sizes that were measured (bench/results/mapped.md). Up to 4 MiB, waking a goroutine on another core, whose cache is cold for
+// these bytes, costs more than copying them here. From 8 MiB on a second copier pays, and so do stores past the caches; at
 // 4 MiB they win by a third if the bytes are in no cache and lose by a fifth if they are, where a plain copy loses in neither
 // case. Pieces bound how late a cancel is noticed.
 const (
-	inlineBytes   = 1 << 20
+	inlineBytes   = 4 << 20
 	parallelBytes = 8 << 20
 	pieceBytes    = 1 << 20
 )
