@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -198,6 +199,10 @@ func TestSecondSignalEndsAtOnce(t *testing.T) {
 }
 
 func TestSIGHUPEndsANodeAndAnEngineCleanlyUnlessItIsIgnored(t *testing.T) {
+	// Children inherit it if it is ignored here (nohup make test), and not if it is handled.
+	hups := make(chan os.Signal, 1)
+	signal.Notify(hups, syscall.SIGHUP)
+	defer signal.Stop(hups)
 	dir := shortDir(t)
 	sock := filepath.Join(dir, "n")
 	for _, ignored := range []bool{false, true} {
@@ -224,9 +229,11 @@ func TestSIGHUPEndsANodeAndAnEngineCleanlyUnlessItIsIgnored(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
+			late := time.AfterFunc(tooLong, func() { _ = cmd.Process.Kill() })
 			if err := cmd.Wait(); err != nil {
 				t.Errorf("%v: %v", cmd.Args, err)
 			}
+			late.Stop()
 		}
 		if _, err := os.Stat(sock); err == nil {
 			t.Error("the node left its socket")
