@@ -3,6 +3,7 @@ package ec
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/tensorferry/tensorferry/control"
@@ -171,12 +172,12 @@ func (p *Producer) retired(pool *servedPool, former *incarnation) bool {
 	}
 	reading := map[string]bool{} // sessions with a grant that the former one may still serve
 	for _, g := range p.grants.byID {
-		if g.plain && g.pool == pool && knows(g.told, former) {
+		if g.plain && g.pool == pool && slices.Contains(g.told, former) {
 			reading[g.session] = true
 		}
 	}
 	for name, s := range p.grants.plain {
-		if !knows(s.knows, former) {
+		if !slices.Contains(s.knows, former) {
 			continue
 		}
 		gone := !s.gone.IsZero() && time.Since(s.gone) >= sessionGone
@@ -187,15 +188,6 @@ func (p *Producer) retired(pool *servedPool, former *incarnation) bool {
 		}
 	}
 	return true
-}
-
-func knows(all []*incarnation, i *incarnation) bool {
-	for _, k := range all {
-		if k == i {
-			return true
-		}
-	}
-	return false
 }
 
 // sessionsMoved wakes the rotations. Called with the lock held.
