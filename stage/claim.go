@@ -16,6 +16,7 @@ type Claim struct {
 	// Owner is the authenticated connection of an own reader: the claim ends with it (see Drop), and nobody else can end it. "" is
 	// a plain reader, who owns its claim by the id alone, over any connection.
 	Owner string
+	Ask   *wire.FerryRequest // what an own reader can take; nil for a plain one
 }
 
 // Claim grants a claim and gives the metadata for its reader. The claim is recorded before Memory.Offer is asked for descriptors, so
@@ -50,7 +51,7 @@ func (s *Store) Claim(ctx context.Context, c Claim) (*wire.Metadata, error) {
 	m := p.offer(c)
 	ctx, cancel := context.WithCancel(ctx)
 	unhook := context.AfterFunc(s.ctx, cancel)
-	err := p.memory.Offer(ctx, held.grant, &m)
+	err := p.memory.Offer(ctx, held.grant, c.Ask, &m)
 	unhook()
 	cancel()
 

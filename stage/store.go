@@ -100,9 +100,10 @@ func (o *Options) complete() error {
 // Memory is the registered memory of one payload. The store calls it without its lock, possibly for several claims at once.
 type Memory interface {
 	// Offer makes the memory readable under grant, which names one claim and is never used again, and fills in what its reader
-	// needs: AgentMetadata and Groups, and the planes of Ferry for an own reader (m.Ferry is nil for a plain one). It is called
-	// again with the same grant when a claim is repeated. Descriptors leave only after the claim is recorded.
-	Offer(ctx context.Context, grant string, m *wire.Metadata) error
+	// needs: for an own reader, who sent ask, Ferry's Inline, or Planes and Offsets; for a plain one (ask is nil, m.Ferry is too)
+	// AgentMetadata and Groups. It is called again with the same grant when a claim is repeated. Descriptors leave only after the claim
+	// is recorded. It must not block for long: it may run on the goroutine that answers all readers.
+	Offer(ctx context.Context, grant string, ask *wire.FerryRequest, m *wire.Metadata) error
 	// Withdraw ends what Offer gave. When it returns nil, no byte is read under the grant any more. idle says that the reader itself
 	// ended its claim, so none is being read; otherwise readers have to be stopped: a token is revoked, a serving agent rotated. An
 	// error keeps the memory out of use; Withdraw is then tried again.

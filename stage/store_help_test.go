@@ -36,7 +36,7 @@ func newMemory(t fataler) *fakeMemory {
 	return &fakeMemory{t: t, offered: make(map[string]bool), ended: make(map[string]bool)}
 }
 
-func (m *fakeMemory) Offer(ctx context.Context, grant string, md *wire.Metadata) error {
+func (m *fakeMemory) Offer(ctx context.Context, grant string, _ *wire.FerryRequest, md *wire.Metadata) error {
 	if m.entered != nil {
 		m.entered <- struct{}{}
 	}

@@ -99,7 +99,7 @@ func TestManyReadersAndProducersLeaveNothingBehind(t *testing.T) {
 // nullMemory costs nothing.
 type nullMemory struct{}
 
-func (nullMemory) Offer(context.Context, string, *wire.Metadata) error { return nil }
+func (nullMemory) Offer(context.Context, string, *wire.FerryRequest, *wire.Metadata) error { return nil }
 func (nullMemory) Withdraw(context.Context, string, bool) error        { return nil }
 func (nullMemory) Release()                                            {}
 
