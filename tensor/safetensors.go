@@ -308,7 +308,7 @@ func AppendSafetensorsHeader(b []byte, named []Named, metadata []Text) ([]byte, 
 	b = append(b, make([]byte, safetensorsLength)...)
 	b = append(b, '{')
 	if len(metadata) > 0 {
-		b = appendJSON(b, safetensorsMetadata)
+		b = appendText(b, safetensorsMetadata)
 		b = append(b, ":{"...)
 		seen := make(map[string]struct{}, len(metadata))
 		for i, t := range metadata {
@@ -319,9 +319,9 @@ func AppendSafetensorsHeader(b []byte, named []Named, metadata []Text) ([]byte, 
 			if i > 0 {
 				b = append(b, ',')
 			}
-			b = appendJSON(b, t.Key)
+			b = appendText(b, t.Key)
 			b = append(b, ':')
-			b = appendJSON(b, t.Value)
+			b = appendText(b, t.Value)
 		}
 		b = append(b, '}')
 	}
@@ -345,7 +345,7 @@ func AppendSafetensorsHeader(b []byte, named []Named, metadata []Text) ([]byte, 
 		if i > 0 || len(metadata) > 0 {
 			b = append(b, ',')
 		}
-		b = appendJSON(b, n.Name)
+		b = appendText(b, n.Name)
 		b = append(b, `:{"dtype":"`...)
 		b = append(b, code...)
 		b = append(b, `","shape":[`...)
@@ -376,8 +376,8 @@ func AppendSafetensorsHeader(b []byte, named []Named, metadata []Text) ([]byte, 
 
 var shortEscape = [' ']byte{'\b': 'b', '\t': 't', '\n': 'n', '\f': 'f', '\r': 'r'}
 
-// appendJSON appends s, which is UTF-8, as a JSON string; escaped is only what must be, in the short form where there is one.
-func appendJSON(b []byte, s string) []byte {
+// appendText appends s, which is UTF-8, as a JSON string; escaped is only what must be, in the short form where there is one.
+func appendText(b []byte, s string) []byte {
 	b = append(b, '"')
 	for i := range len(s) {
 		switch c := s[i]; {
