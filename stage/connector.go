@@ -5,6 +5,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/tensorferry/tensorferry/stage/slab"
 	"github.com/tensorferry/tensorferry/stage/wire"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -98,6 +99,14 @@ type Got struct {
 	Plane string // that moved the bytes: "mapped", "tcp", "nixl", "inline", "shm"
 
 	release func() error
+	// received is what a Link needs to publish the payload again without a copy; nil if its memory is not the Link's own.
+	received *received
+}
+
+// received is a payload in a buffer of the slab. Whoever takes it off its Got frees the buffer, or publishes it.
+type received struct {
+	buffer *slab.Buffer
+	meta   *wire.Metadata // Kind, Specs, Size; Ferry's Top and Sum, if it is there
 }
 
 // Release gives the memory back: Root must not be used any more. Calls after the first do nothing. The error is of a payload that

@@ -16,6 +16,8 @@ type Handoff struct {
 	Generation ID
 	// Legacy is metadata without a generation: it is read without a claim. Nil otherwise.
 	Legacy *Metadata
+	// Ferry says who an own producer is: its Node and Local count. Nil from a plain one.
+	Ferry *FerryMetadata
 }
 
 // DecodeHandoff decodes the metadata of a get as the peers take it: only metadata of this schema names a generation, all other maps
@@ -35,6 +37,7 @@ func DecodeHandoff(b []byte) (*Handoff, error) {
 		port int
 	}
 	direct, named := false, false
+	var ferry reader
 	for range n {
 		name, err := r.next()
 		if err != nil {
@@ -54,6 +57,8 @@ func DecodeHandoff(b []byte) (*Handoff, error) {
 			source.host, err = r.host()
 		case fieldSourcePort:
 			source.port, err = r.port()
+		case fieldFerry:
+			ferry, err = r.raw()
 		default:
 			err = r.skip()
 		}
@@ -63,6 +68,11 @@ func DecodeHandoff(b []byte) (*Handoff, error) {
 	}
 	if err := r.end(); err != nil {
 		return nil, err
+	}
+	if ferry.ours() {
+		if h.Ferry, err = ferry.ferryMetadata(); err != nil {
+			return nil, err
+		}
 	}
 	if sender.host == "" || sender.port == 0 {
 		sender = source

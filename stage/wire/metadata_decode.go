@@ -399,6 +399,8 @@ func (r *reader) ferryMetadata() (*FerryMetadata, error) {
 			f.Node, err = r.text(MaxNode)
 		case fieldEpoch:
 			f.Epoch, err = r.uint(math.MaxUint64)
+		case fieldLocal:
+			f.Local, err = r.text(MaxLocal)
 		case fieldLease:
 			f.LeaseMS, err = r.milliseconds()
 		case fieldTop:

@@ -50,7 +50,7 @@ func (m *Metadata) room() int {
 		n += 80 + 9*len(m.Specs[i].Shape)
 	}
 	if f := m.Ferry; f != nil {
-		n += 160 + len(f.Node) + 9*len(f.Offsets) + len(f.Inline)
+		n += 160 + len(f.Node) + len(f.Local) + 9*len(f.Offsets) + len(f.Inline)
 		for i := range f.Planes {
 			n += 48 + len(f.Planes[i].Name) + len(f.Planes[i].Metadata) + len(f.Planes[i].Token)
 		}
@@ -94,12 +94,13 @@ func appendShape(b []byte, shape []int64) []byte {
 }
 
 func appendFerryMetadata(b []byte, f *FerryMetadata) []byte {
-	b = msgp.AppendMapHeader(b, 1+count(f.Try != 0, f.Node != "", f.Epoch != 0, f.LeaseMS != 0, f.Top != 0, len(f.Planes) > 0, len(f.Offsets) > 0,
+	b = msgp.AppendMapHeader(b, 1+count(f.Try != 0, f.Node != "", f.Epoch != 0, f.Local != "", f.LeaseMS != 0, f.Top != 0, len(f.Planes) > 0, len(f.Offsets) > 0,
 		f.Sum != nil, f.Inline != nil))
 	b = appendV(b, f.V)
 	b = optionalUint(b, fieldTry, f.Try)
 	b = optionalStr(b, fieldNode, f.Node)
 	b = optionalUint(b, fieldEpoch, f.Epoch)
+	b = optionalStr(b, fieldLocal, f.Local)
 	b = optionalInt(b, fieldLease, f.LeaseMS)
 	b = optionalUint(b, fieldTop, uint64(f.Top))
 	if len(f.Planes) > 0 {

@@ -252,6 +252,14 @@ func TestHandoffsAreTakenAsThePeersDo(t *testing.T) {
 			t.Errorf("%s: %+v, want %+v", name, h, c.want)
 		}
 	}
+	m.Ferry = &FerryMetadata{V: 1, Node: "n", Local: "tensorferry-0f"}
+	if h, err := DecodeHandoff(AppendMetadata(nil, m)); err != nil || h.Ferry == nil || h.Ferry.Node != "n" || h.Ferry.Local != "tensorferry-0f" {
+		t.Errorf("of an own producer: %+v, %v", h, err)
+	}
+	m.Ferry.Local = string(make([]byte, MaxLocal+1))
+	if _, err := DecodeHandoff(AppendMetadata(nil, m)); !errors.Is(err, ErrLimit) {
+		t.Error("a name over the limit:", err)
+	}
 	if _, err := DecodeHandoff(endpoint(nil, "schema_version", 1)); !errors.Is(err, ErrMalformed) {
 		t.Error("legacy metadata that is none:", err)
 	}

@@ -51,6 +51,7 @@ const (
 	MaxPlaneMetadata = 64 << 10 // of each plane
 	MaxToken         = 256
 	MaxReason        = 1024
+	MaxLocal         = 107     // what a unix socket's name may have
 	MaxInline        = 1 << 20 // of a payload inside its reply
 )
 
@@ -194,13 +195,14 @@ type FerryRequest struct {
 	Reason string   // why the READ failed (Fail)
 }
 
-// FerryMetadata is the extension of a reply with metadata.
+// FerryMetadata is the extension of a reply with metadata, and of what put returns: there it says who the producer is.
 type FerryMetadata struct {
 	V       int    // extension version; 0 is written as ExtensionVersion
 	Try     uint64 // of the request
 	Node    string
 	Epoch   uint64
-	LeaseMS int64 // how long the claim lives on the producer's clock
+	Local   string // names the producer's socket for readers of its machine (see control.Router.ListenLocal)
+	LeaseMS int64  // how long the claim lives on the producer's clock
 	Top     Top
 	Planes  []PlaneOffer
 	// Offsets are where each tensor that has bytes begins in the memory that Planes offer, in the order of Specs. Empty if it is
@@ -255,6 +257,7 @@ const (
 	fieldTry      = "try"
 	fieldNode     = "node"
 	fieldEpoch    = "epoch"
+	fieldLocal    = "local"
 	fieldPlanes   = "planes"
 	fieldInline   = "inline"
 	fieldSum      = "sum"
