@@ -1,13 +1,17 @@
 package control
 
 import (
-	"github.com/pebbe/zmq4"
+	"fmt"
+	"sync"
+	"sync/atomic"
 	"testing"
+
+	"github.com/pebbe/zmq4"
 )
 
 // window keeps a number of requests on their way until n have been answered.
 type window struct {
-	d    *Dealer
+	d    Conn
 	up   chan struct{}
 	body []byte
 	left int // to send
@@ -29,13 +33,18 @@ func (w *window) Message([]byte) {
 }
 
 func benchmarkEcho(b *testing.B, depth, size int) {
-	server, client := newTestLoop(b, Options{}), newTestLoop(b, Options{})
-	r, err := server.Listen(b.Context(), "127.0.0.1", 0, &echo{})
+	r, err := newTestLoop(b, Options{}).Listen(b.Context(), "127.0.0.1", 0, &echo{})
 	if err != nil {
 		b.Fatal(err)
 	}
+	benchmarkWindow(b, depth, size, func(l *Loop, h DealerHandler) (Conn, error) { return l.Dial(b.Context(), hostPort(r), h) })
+}
+
+// benchmarkWindow asks from the handler, so that a round trip wakes two threads.
+func benchmarkWindow(b *testing.B, depth, size int, dial func(*Loop, DealerHandler) (Conn, error)) {
 	w := &window{up: make(chan struct{}), body: make([]byte, size), done: make(chan struct{})}
-	if w.d, err = client.Dial(b.Context(), hostPort(r), w); err != nil {
+	var err error
+	if w.d, err = dial(newTestLoop(b, Options{}), w); err != nil {
 		b.Fatal(err)
 	}
 	<-w.up
@@ -50,6 +59,78 @@ func benchmarkEcho(b *testing.B, depth, size int) {
 	}
 	<-w.done
 	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "acks/s")
+}
+
+// caller hands the answers to the goroutine that asked.
+type caller struct {
+	up      chan struct{}
+	answers chan struct{}
+}
+
+func (c *caller) Up()            { close(c.up) }
+func (c *caller) Down(error)     {}
+func (c *caller) Message([]byte) { c.answers <- struct{}{} }
+
+// benchmarkCallers asks from goroutines that wait for their answers, each on a connection of its own, as a caller of a client does.
+func benchmarkCallers(b *testing.B, callers, size int, dial func(*Loop, DealerHandler) (Conn, error)) {
+	l := newTestLoop(b, Options{})
+	type end struct {
+		*caller
+		Conn
+	}
+	var ends []end
+	for range callers {
+		c := &caller{make(chan struct{}), make(chan struct{}, 1)}
+		d, err := dial(l, c)
+		if err != nil {
+			b.Fatal(err)
+		}
+		<-c.up
+		ends = append(ends, end{c, d})
+	}
+	var left atomic.Int64
+	left.Store(int64(b.N))
+	var all sync.WaitGroup
+	body := make([]byte, size)
+	b.ReportAllocs()
+	b.ResetTimer()
+	for _, e := range ends {
+		all.Go(func() {
+			for left.Add(-1) >= 0 {
+				if err := e.Send(body); err != nil {
+					b.Error(err)
+					return
+				}
+				<-e.answers
+			}
+		})
+	}
+	all.Wait()
+	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "acks/s")
+}
+
+// Round trips between two processes of one machine, by the local path and by ZeroMQ over TCP.
+func BenchmarkLocalRoundTrip(b *testing.B) {
+	for _, path := range []struct {
+		name, role string
+		dial       func(b *testing.B, at string) func(*Loop, DealerHandler) (Conn, error)
+	}{
+		{"local", "local-echo", func(b *testing.B, at string) func(*Loop, DealerHandler) (Conn, error) {
+			return func(l *Loop, h DealerHandler) (Conn, error) { return l.DialLocal(b.Context(), at, h) }
+		}},
+		{"zmq", "zmq-echo", func(b *testing.B, at string) func(*Loop, DealerHandler) (Conn, error) {
+			return func(l *Loop, h DealerHandler) (Conn, error) { return l.Dial(b.Context(), "127.0.0.1:"+at, h) }
+		}},
+	} {
+		for _, depth := range []int{1, 16} {
+			b.Run(fmt.Sprintf("%s/handler/%d", path.name, depth), func(b *testing.B) {
+				benchmarkWindow(b, depth, 160, path.dial(b, startPeer(b, path.role, "").port))
+			})
+			b.Run(fmt.Sprintf("%s/callers/%d", path.name, depth), func(b *testing.B) {
+				benchmarkCallers(b, depth, 160, path.dial(b, startPeer(b, path.role, "").port))
+			})
+		}
+	}
 }
 
 // One request at a time: the latency of a round trip.

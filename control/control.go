@@ -103,6 +103,14 @@ func (o Options) withDefaults() Options {
 	return o
 }
 
+// maxMessage is the limit of an incoming message where def is the default.
+func (o *Options) maxMessage(def int64) int64 {
+	if o.MaxMessage > 0 {
+		return o.MaxMessage
+	}
+	return def
+}
+
 func (o Options) check() error {
 	const tick = time.Millisecond // the unit of libzmq's options
 	for _, d := range []struct {
@@ -134,6 +142,9 @@ func (o Options) check() error {
 type Source struct {
 	ID   string // routing id: one per connection
 	Addr string // IP of the peer as libzmq saw it, "" if unknown
+
+	// Local says that it came by the router's local socket: the peer is a process of this machine, and of this user or root. Addr is "".
+	Local bool
 }
 
 // RouterHandler receives on the owner goroutine.

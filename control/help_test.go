@@ -38,7 +38,7 @@ type received struct {
 }
 
 func (r received) String() string {
-	return fmt.Sprintf("%s from %q: %.40q %v", r.what, r.from, r.body, r.err)
+	return fmt.Sprintf("%s from %v: %.40q %v", r.what, r.from, r.body, r.err)
 }
 
 // recorder is a handler of both kinds that passes on what it gets.

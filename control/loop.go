@@ -62,6 +62,7 @@ type Loop struct {
 
 	// Owner only.
 	in, inMon inbound
+	read      []byte              // where streams read
 	members   map[member]struct{} // not yet released
 	watched   map[int]member      // by descriptor
 	alarms    alarms
@@ -79,7 +80,7 @@ func NewLoop(o Options) (*Loop, error) {
 		l.shut()
 		return nil, fmt.Errorf("control: start a loop: %w", err)
 	}
-	l.in, l.inMon = newInbound(), newInbound()
+	l.in, l.inMon, l.read = newInbound(), newInbound(), make([]byte, readSize)
 	l.total.flow = newFlow(flow{})
 	started := make(chan struct{})
 	go l.run(started)
@@ -336,6 +337,21 @@ func (l *Loop) dispatch(fd int) {
 		l.readyLocked(m)
 		l.mu.Unlock()
 	}
+}
+
+// watch lets the loop take a turn of m whenever there is something to read from fd.
+func (l *Loop) watch(fd int, m member) error {
+	if err := unix.EpollCtl(l.epoll, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(fd)}); err != nil {
+		return err
+	}
+	l.watched[fd] = m
+	return nil
+}
+
+// unwatch is the end of watch. It comes before fd is closed.
+func (l *Loop) unwatch(fd int) {
+	delete(l.watched, fd)
+	unix.EpollCtl(l.epoll, unix.EPOLL_CTL_DEL, fd, nil) // fails only if it is not there
 }
 
 // end closes everything. Calls that were posted and did not run never will: who waits for one waits for done too.

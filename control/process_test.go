@@ -26,7 +26,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// playPeer is plain libzmq without heartbeats of its own. It says "ready PORT" on stdout and ends when stdin does.
+// playPeer plays a peer, of plain libzmq without heartbeats of its own or of the local path. It says "ready PORT", or another name of
+// where it is, on stdout and ends when stdin does.
 func playPeer(role, arg string) error {
 	ctx, err := zmq4.NewContext()
 	if err != nil {
@@ -71,7 +72,7 @@ func playPeer(role, arg string) error {
 		fmt.Println("ready", arg)
 		select {}
 	}
-	return fmt.Errorf("no such role: %s", role)
+	return playLocalPeer(role, arg)
 }
 
 // process is a peer in a process of its own.
@@ -80,7 +81,7 @@ type process struct {
 	port string
 }
 
-func startPeer(t *testing.T, role, arg string) *process {
+func startPeer(t testing.TB, role, arg string) *process {
 	t.Helper()
 	exe, err := os.Executable()
 	if err != nil {

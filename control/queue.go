@@ -27,6 +27,14 @@ type total struct {
 // waiting is all of it. A body on its way from one to the other counts twice. Caller holds Loop.mu.
 func (t *total) waiting() int64 { return t.bytes + t.flow.held() }
 
+// fits says whether a body of that size may wait besides. Caller holds Loop.mu.
+func (t *total) fits(size int64, o *Options) error {
+	if size >= large && t.waiting()+size > o.TotalBytes {
+		return fmt.Errorf("%w: %d bytes more would be over Options.TotalBytes, %d for all destinations", ErrQueueFull, size, o.TotalBytes)
+	}
+	return nil
+}
+
 // push accepts body or says why not. Caller holds Loop.mu.
 func (q *outlet) push(body []byte, o *Options, t *total) error {
 	size := int64(len(body))
@@ -35,8 +43,9 @@ func (q *outlet) push(body []byte, o *Options, t *total) error {
 		return fmt.Errorf("%w: %d bytes, where Options.QueueBytes allows %d", ErrTooLarge, size, o.QueueBytes)
 	case q.n >= o.Queue || q.bytes+q.flow.held()+size > o.QueueBytes:
 		return ErrQueueFull
-	case size >= large && t.waiting()+size > o.TotalBytes:
-		return fmt.Errorf("%w: %d bytes more would be over Options.TotalBytes, %d for all destinations", ErrQueueFull, size, o.TotalBytes)
+	}
+	if err := t.fits(size, o); err != nil {
+		return err
 	}
 	q.in = append(q.in, body)
 	q.n++

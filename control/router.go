@@ -36,9 +36,12 @@ type Router struct {
 	dirty                            []*peer // with messages accepted, each once
 	badFrames, fullQueue, unroutable uint64
 	flooded                          uint64
+	locals                           map[string]*localPeer // by id; only the owner writes it
+	turnedAway                       uint64
 
 	// Owner only.
 	s          *socket
+	local      *acceptor // nil without ListenLocal
 	spare      []*peer   // takes turns with dirty
 	blocked    []*peer   // libzmq has no room for them
 	retries    int       // how many of blocked to try before the next sleep
@@ -75,7 +78,7 @@ func (l *Loop) Listen(ctx context.Context, host string, port int, h RouterHandle
 	if err != nil {
 		return nil, fmt.Errorf("control: listen on host %q, port %d: %w", host, port, err)
 	}
-	r := &Router{l: l, h: h, peers: map[string]*peer{}, conns: map[int]*conn{}, floods: map[string]bool{}}
+	r := &Router{l: l, h: h, peers: map[string]*peer{}, conns: map[int]*conn{}, floods: map[string]bool{}, locals: map[string]*localPeer{}}
 	r.left, _ = h.(LeaveHandler)
 	r.alarm = alarm{m: r, index: -1}
 	if err := l.call(ctx, func() error { return r.bind(at) }); err != nil {
@@ -126,7 +129,7 @@ func (r *Router) bind(at address) error {
 // Port is the bound port.
 func (r *Router) Port() int { return r.port }
 
-// Send queues `[id, "", body]`. body must not be changed afterwards. ErrGone if no such peer is connected (best effort),
+// Send queues `[id, "", body]`; to a local peer it writes the message at once if there is room. body must not be changed afterwards. ErrGone if no such peer is connected (best effort),
 // ErrQueueFull if its queue is full, or all queues of the loop for a large body (Options.TotalBytes: a small one may still pass),
 // ErrTooLarge if body is larger than a queue may be, ErrClosed after Close.
 // A message that was accepted is dropped, and counted as unroutable, if its peer goes away first.
@@ -136,6 +139,10 @@ func (r *Router) Send(id string, body []byte) error {
 		return ErrClosed
 	}
 	l.mu.Lock()
+	if p := r.locals[id]; p != nil {
+		l.mu.Unlock()
+		return p.send(body)
+	}
 	p := r.peers[id]
 	if p == nil {
 		r.unroutable++
@@ -177,6 +184,13 @@ func (r *Router) release() {
 	r.s.close(r.l)
 	r.l.alarms.stop(&r.alarm)
 	delete(r.l.members, r)
+	if r.local != nil {
+		r.local.release()
+	}
+	for _, p := range r.locals {
+		p.s.release()
+		r.forget(p)
+	}
 	r.l.mu.Lock()
 	defer r.l.mu.Unlock()
 	for id, p := range r.peers {

@@ -8,7 +8,6 @@ import (
 	"unsafe"
 
 	"github.com/pebbe/zmq4"
-	"golang.org/x/sys/unix"
 )
 
 // zsock is a libzmq socket, watched by the loop. Owner only.
@@ -40,15 +39,12 @@ func (s *socket) open(l *Loop, t zmq4.Type, v6 bool, maxMessage int64, events zm
 		return err
 	}
 	o := &l.opts
-	if o.MaxMessage > 0 {
-		maxMessage = o.MaxMessage
-	}
 	err := set(
 		s.SetHeartbeatIvl(o.HeartbeatInterval),
 		s.SetHeartbeatTimeout(o.HeartbeatTimeout),
 		s.SetHeartbeatTtl(o.HeartbeatTTL),
 		s.SetLinger(0),
-		s.SetMaxmsgsize(maxMessage),
+		s.SetMaxmsgsize(o.maxMessage(maxMessage)),
 		s.SetSndhwm(o.Queue),
 		// No limit: libzmq 4.3 aborts the process when a connection that it stopped reading, at this limit, is reset while it owes
 		// that peer an answer to a PING (its issues 4364, 4841; seen with 4.3.4). Any peer could bring that about. It also answers
@@ -150,18 +146,16 @@ func (z *zsock) watch(l *Loop, m member) error {
 	if err != nil {
 		return err
 	}
-	if err := unix.EpollCtl(l.epoll, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(fd)}); err != nil {
+	if err := l.watch(fd, m); err != nil {
 		return err
 	}
 	z.fd = fd
-	l.watched[fd] = m
 	return nil
 }
 
 func (z *zsock) close(l *Loop) {
 	if z.fd >= 0 {
-		delete(l.watched, z.fd)
-		unix.EpollCtl(l.epoll, unix.EPOLL_CTL_DEL, z.fd, nil) // fails only if it is not there
+		l.unwatch(z.fd)
 		z.fd = -1
 	}
 	if z.Socket != nil {

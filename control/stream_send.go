@@ -1,0 +1,157 @@
+package control
+
+import (
+	"fmt"
+	"runtime"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// gather is how many messages one write may take.
+	gather = 32
+	// flushBudget is how many bytes a stream may write in one turn, while other goroutines cannot send by it.
+	flushBudget = 1 << 20
+)
+
+// send writes a message, or queues what the kernel has no room for. It is called by any goroutine. ErrGone when the connection has
+// ended.
+func (s *stream) send(body []byte) error {
+	size := int64(len(body))
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.fd < 0 {
+		return ErrGone
+	}
+	if err := s.admit(size); err != nil {
+		return err
+	}
+	f, n := newOutFrame(uint32(size), body), 0
+	if len(s.out) == 0 {
+		var err error
+		if n, err = s.write([]outFrame{f}, 0); err != nil || n == f.size() {
+			s.settle(size)
+			return err
+		}
+	}
+	s.queue(f, n)
+	return nil
+}
+
+// admit counts a body as queued, or says why it cannot be. Caller holds mu.
+func (s *stream) admit(size int64) error {
+	o := &s.l.opts
+	if most := min(o.QueueBytes, firstSign-1); size > most {
+		return fmt.Errorf("%w: %d bytes, where Options.QueueBytes allows %d", ErrTooLarge, size, most)
+	}
+	if len(s.out) >= o.Queue || s.queued+size > o.QueueBytes {
+		return ErrQueueFull
+	}
+	s.l.mu.Lock()
+	defer s.l.mu.Unlock()
+	if err := s.l.total.fits(size, o); err != nil {
+		return err
+	}
+	s.queued += size
+	s.l.total.bytes += size
+	return nil
+}
+
+// settle takes back what admit counted. Caller holds mu.
+func (s *stream) settle(bytes int64) {
+	s.queued -= bytes
+	s.l.mu.Lock()
+	s.l.total.bytes -= bytes
+	s.l.mu.Unlock()
+}
+
+// sign sends a sign, if nothing waits: else the other end has not yet read what was sent before, which is as good a sign.
+func (s *stream) sign(word uint32) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.fd < 0 || len(s.out) > 0 {
+		return
+	}
+	f := newOutFrame(word, nil)
+	if n, err := s.write([]outFrame{f}, 0); err == nil && 0 < n && n < f.size() {
+		s.queue(f, n)
+	}
+}
+
+// queue makes the owner write the rest of f, of which n bytes are written, when there is room. Caller holds mu.
+func (s *stream) queue(f outFrame, n int) {
+	if len(s.out) == 0 {
+		s.at = n
+		s.interest(unix.EPOLLIN | unix.EPOLLOUT)
+	}
+	s.out = append(s.out, f)
+}
+
+func (s *stream) interest(events uint32) {
+	unix.EpollCtl(s.l.epoll, unix.EPOLL_CTL_MOD, s.fd, &unix.EpollEvent{Events: events, Fd: int32(s.fd)}) // cannot fail: fd is there
+}
+
+// flush writes what waits, as far as there is room. An error shows again when the owner reads.
+func (s *stream) flush() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for budget := flushBudget; len(s.out) > 0 && budget > 0; {
+		n, err := s.write(s.out, s.at)
+		if n == 0 || err != nil {
+			return
+		}
+		budget -= n
+		s.at += n
+		done, bytes := 0, int64(0)
+		for done < len(s.out) && s.at >= s.out[done].size() {
+			s.at -= s.out[done].size()
+			bytes += int64(len(s.out[done].body))
+			s.out[done].body = nil // let go of it now: it may be large
+			done++
+		}
+		s.out = s.out[done:]
+		s.settle(bytes)
+		if len(s.out) == 0 {
+			s.out, s.at = nil, 0
+			s.interest(unix.EPOLLIN)
+		}
+	}
+}
+
+// write writes frames without waiting, less the first at bytes, and returns how many bytes that was: 0 if there is no room. After an error
+// the connection is shut down, so that the owner notices. Caller holds mu.
+func (s *stream) write(frames []outFrame, at int) (int, error) {
+	var parts [2 * gather]unix.Iovec
+	n := 0
+	add := func(b []byte) {
+		skip := min(at, len(b))
+		at -= skip
+		if b = b[skip:]; len(b) > 0 {
+			parts[n].Base = unsafe.SliceData(b)
+			parts[n].SetLen(len(b))
+			n++
+		}
+	}
+	for i := range frames[:min(len(frames), gather)] {
+		add(frames[i].word[:])
+		add(frames[i].body)
+	}
+	msg := unix.Msghdr{Iov: &parts[0]}
+	msg.SetIovlen(n)
+	for {
+		sent, _, errno := unix.Syscall(unix.SYS_SENDMSG, uintptr(s.fd), uintptr(unsafe.Pointer(&msg)), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+		runtime.KeepAlive(frames)
+		switch errno {
+		case 0:
+			return int(sent), nil
+		case syscall.EINTR:
+			continue
+		case syscall.EAGAIN:
+			return 0, nil
+		}
+		unix.Shutdown(s.fd, unix.SHUT_RDWR)
+		return 0, fmt.Errorf("%w: %w", ErrGone, errno)
+	}
+}
