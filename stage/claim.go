@@ -2,6 +2,8 @@ package stage
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"strconv"
 	"time"
 
@@ -13,10 +15,11 @@ type Claim struct {
 	Key        string
 	Generation wire.ID // the zero ID is any, in Claim only
 	ID         wire.ID // chosen by the reader; the same again is the same claim
-	// Owner is the authenticated connection of an own reader: the claim ends with it (see Drop), and nobody else can end it. "" is
+	// Owner is the connection of an own reader: the claim ends with it (see Drop), and nobody else can end it. "" is
 	// a plain reader, who owns its claim by the id alone, over any connection.
-	Owner string
-	Ask   *wire.FerryRequest // what an own reader can take; nil for a plain one
+	Owner  string
+	Source string             // where the reader is, such as its address: see Options.MaxSourceClaims; "" is not counted
+	Ask    *wire.FerryRequest // what an own reader can take; nil for a plain one
 }
 
 // Claim grants a claim and gives the metadata for its reader. The claim is recorded before Memory.Offer is asked for descriptors, so
@@ -25,60 +28,130 @@ type Claim struct {
 // Errors: ErrNotFound (a plain reader is told so whatever the error), ErrFailed, ErrClosing, ErrFull, and those of Memory.Offer,
 // which end a claim that was never answered.
 func (s *Store) Claim(ctx context.Context, c Claim) (*wire.Metadata, error) {
+	g, _, err := s.begin(c, nil)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	unhook := context.AfterFunc(s.ctx, cancel)
+	m, err := g.offer(ctx)
+	unhook()
+	cancel()
+	if ended := g.settle(err == nil); err == nil {
+		err = ended
+	}
+	if err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+// grant is a claim that is being answered: offer, then settle, which has to be called.
+type grant struct {
+	Claim
+	p    *payload
+	held *claim
+}
+
+// begin records a claim. If there is nothing to claim yet, and wake is not nil, the key is watched as by await; stop is then not nil.
+func (s *Store) begin(c Claim, wake func()) (g *grant, stop func(), err error) {
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	p := s.payloads[c.Key]
-	if p == nil || c.ID.IsZero() {
-		defer s.mu.Unlock()
-		return nil, s.failed(c.Key)
+	if c.ID.IsZero() {
+		return nil, nil, fmt.Errorf("%w: a claim without an id", ErrNotFound)
 	}
 	now := time.Now()
-	if err := p.claimable(c, now); err != nil {
-		s.mu.Unlock()
-		return nil, err
+	if p == nil {
+		err = s.failed(c.Key)
+	} else {
+		err = p.claimable(c, now)
+	}
+	if err != nil {
+		// A generation is known once it was put: if it is not there now, it will never be.
+		if wake != nil && c.Generation.IsZero() && !s.closing && errors.Is(err, ErrNotFound) {
+			stop = s.await(c.Key, wake)
+		}
+		return nil, stop, err
 	}
 	held := p.claims[c.ID]
 	if held == nil {
 		s.grants++
 		s.stats.Granted++
-		held = &claim{owner: c.Owner, grant: strconv.FormatUint(s.grants, 36)}
-		p.claims[c.ID] = held
+		held = &claim{p: p, id: c.ID, owner: c.Owner, source: c.Source, grant: strconv.FormatUint(s.grants, 36)}
+		s.file(held)
 	}
 	held.deadline = now.Add(s.o.Transfer + s.o.Margin)
 	held.offering++
 	s.lookAt(held.deadline)
-	s.mu.Unlock()
+	return &grant{c, p, held}, nil, nil
+}
 
-	m := p.offer(c)
-	ctx, cancel := context.WithCancel(ctx)
-	unhook := context.AfterFunc(s.ctx, cancel)
-	err := p.memory.Offer(ctx, held.grant, c.Ask, &m)
-	unhook()
-	cancel()
+// offer asks the payload's memory for what the reader needs.
+func (g *grant) offer(ctx context.Context) (*wire.Metadata, error) {
+	m := g.p.offer(g.Claim)
+	if err := g.p.memory.Offer(ctx, g.held.grant, g.Ask, &m); err != nil {
+		return nil, err
+	}
+	return &m, nil
+}
 
+// settle says whether what offer gave was handed to the reader. A claim that was never answered ends: nothing is read under it. One
+// that was answered before stays, its reader may be reading. The error says that the claim ended meanwhile.
+func (g *grant) settle(answered bool) error {
+	s, p, held := g.p.store, g.p, g.held
 	s.mu.Lock()
 	held.offering--
-	held.offered = held.offered || err == nil
-	// A claim that was answered before stays: its reader may be reading.
-	if err != nil && !held.ended && !held.offered && held.offering == 0 {
+	held.answered = held.answered || answered
+	if !held.ended && !held.answered && held.offering == 0 {
 		s.stats.Failed++
 		p.keepForRetry()
-		p.end(c.ID, true, true)
+		p.end(held, true, true)
 	}
 	ended, last := held.ended, held.offering == 0
-	s.mu.Unlock()
-	if !ended {
-		if err != nil {
-			return nil, err
-		}
-		return &m, nil
+	first := answered && !p.answered
+	p.answered = p.answered || answered
+	var err error
+	if ended {
+		err = s.failed(p.key)
 	}
-	if last {
+	s.mu.Unlock()
+	if first && p.events.Claimed != nil {
+		p.events.Claimed()
+	}
+	if ended && last {
 		s.withdraw(p, held)
 	}
-	if err == nil {
-		err = s.ended(c.Key)
+	return err
+}
+
+// file records a new claim. With the lock.
+func (s *Store) file(c *claim) {
+	c.p.claims[c.id] = c
+	if c.owner != "" {
+		if s.owners[c.owner] == nil {
+			s.owners[c.owner] = make(map[*claim]struct{})
+		}
+		s.owners[c.owner][c] = struct{}{}
 	}
-	return nil, err
+	if c.source != "" {
+		s.sources[c.source]++
+	}
+}
+
+// unfile undoes file. With the lock.
+func (s *Store) unfile(c *claim) {
+	delete(c.p.claims, c.id)
+	if c.owner != "" {
+		if delete(s.owners[c.owner], c); len(s.owners[c.owner]) == 0 {
+			delete(s.owners, c.owner)
+		}
+	}
+	if c.source != "" {
+		if s.sources[c.source]--; s.sources[c.source] == 0 {
+			delete(s.sources, c.source)
+		}
+	}
 }
 
 // offer is what a claim's reader is told, without the descriptors.
@@ -95,21 +168,18 @@ func (p *payload) offer(c Claim) wire.Metadata {
 	return m
 }
 
-// ended is the error for a claim that ended while it was being granted.
-func (s *Store) ended(key string) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.failed(key)
-}
-
-// Done ends a claim whose reader has read: if no claim is left, the payload is released. held is false, and nothing changes, if
+// Done ends a claim whose reader has read: if all the readers that were wanted have, and no claim is left, the payload is released.
+// held is false, and nothing changes, if
 // there is no such claim of that generation and owner: it was never granted, or ended before (so what was read may not be what was
 // put).
 func (s *Store) Done(c Claim) (held bool) {
 	return s.finish(c, func(p *payload) (keep bool) {
 		s.stats.Done++
-		p.consumed = true
-		return false
+		p.read(c.ID)
+		if !p.consumed() {
+			p.keepForRetry()
+		}
+		return !p.consumed()
 	})
 }
 
@@ -136,7 +206,7 @@ func (s *Store) finish(c Claim, outcome func(*payload) (keep bool)) bool {
 		s.mu.Unlock()
 		return false
 	}
-	_, withdraw := p.end(c.ID, true, outcome(p))
+	withdraw := p.end(held, true, outcome(p))
 	s.mu.Unlock()
 	if withdraw {
 		s.withdraw(p, held)
@@ -152,50 +222,40 @@ func (s *Store) Drop(owner string) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for p := range s.live {
-		for id, c := range p.claims {
-			if c.owner == owner {
-				s.lapse(p, id)
-			}
-		}
+	for c := range s.owners[owner] {
+		s.lapse(c)
 	}
 }
 
 // lapse ends a claim that its reader did not end. With the lock.
-func (s *Store) lapse(p *payload, id wire.ID) {
+func (s *Store) lapse(c *claim) {
 	s.stats.Lapsed++
-	p.keepForRetry()
-	if c, withdraw := p.end(id, false, !p.consumed); withdraw {
-		go s.withdraw(p, c) // s.tasks has it
+	c.p.keepForRetry()
+	if c.p.end(c, false, !c.p.consumed()) {
+		go s.withdraw(c.p, c) // s.tasks has it
 	}
-}
-
-// watch is a key that somebody waits for.
-type watch struct {
-	changed chan struct{}
-	users   int
 }
 
 // Watch gives a channel that is closed at the next Put or Abort of the key, or when the store closes; ask again with Claim then. stop
 // ends the watching, and must be called. Watch before Claim, so that nothing between them is missed.
 func (s *Store) Watch(key string) (changed <-chan struct{}, stop func()) {
+	ch := make(chan struct{})
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	w := s.watchers[key]
-	if w == nil {
-		w = &watch{changed: make(chan struct{})}
-		s.watchers[key] = w
+	return ch, s.await(key, func() { close(ch) })
+}
+
+// await calls wake once, at the next Put or Abort of the key or when the store closes. wake is called with the lock. stop ends that,
+// and must be called, also after wake was; without the lock. With the lock.
+func (s *Store) await(key string, wake func()) (stop func()) {
+	if s.watchers[key] == nil {
+		s.watchers[key] = make(map[*func()]struct{})
 	}
-	w.users++
-	done := false
-	return w.changed, func() {
+	s.watchers[key][&wake] = struct{}{}
+	return func() {
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		if done {
-			return
-		}
-		done = true
-		if w.users--; w.users == 0 && s.watchers[key] == w {
+		if delete(s.watchers[key], &wake); len(s.watchers[key]) == 0 {
 			delete(s.watchers, key)
 		}
 	}
@@ -203,8 +263,8 @@ func (s *Store) Watch(key string) (changed <-chan struct{}, stop func()) {
 
 // notify wakes who watches the key. With the lock.
 func (s *Store) notify(key string) {
-	if w := s.watchers[key]; w != nil {
-		close(w.changed)
-		delete(s.watchers, key)
+	for wake := range s.watchers[key] {
+		(*wake)()
 	}
+	delete(s.watchers, key)
 }

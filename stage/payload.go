@@ -18,30 +18,54 @@ type payload struct {
 	metadata   wire.Metadata
 	memory     Memory
 	room       *Room
+	readers    int // who have to read it
+	events     Events
 
 	leaseEnd    time.Time // counts only while nobody has a claim
 	claims      map[wire.ID]*claim
-	withdrawing int  // claims that ended and whose grant is not withdrawn yet
-	consumed    bool // a reader has it
-	condemned   bool // by Abort: no new claims
+	withdrawing int                  // claims that ended and whose grant is not withdrawn yet
+	reads       map[wire.ID]struct{} // claims whose readers have it
+	answered    bool                 // a claim was
+	condemned   bool                 // by Abort: no new claims
 	retired     bool
+	outcome     Outcome // once retired
 }
 
 // claim is one reader's.
 type claim struct {
+	p        *payload
+	id       wire.ID
 	owner    string
+	source   string
 	grant    string
 	deadline time.Time
 	offering int  // calls of Offer under way
-	offered  bool // one of them succeeded: descriptors may be out
+	answered bool // descriptors may be out
 	ended    bool
 	idle     bool // as the end was: see Memory.Withdraw
 }
 
-// retire takes the payload off its key; if nothing reads it any more it is added to free, for release.
-func (p *payload) retire(free []*payload) []*payload {
+// read notes that the reader of a claim has the payload. The same claim again is the same reader.
+func (p *payload) read(id wire.ID) {
+	if p.reads == nil {
+		p.reads = make(map[wire.ID]struct{}, 1)
+	}
+	if len(p.reads) < p.readers {
+		p.reads[id] = struct{}{}
+	}
+}
+
+// consumed is true once all the readers that were wanted have read it.
+func (p *payload) consumed() bool { return len(p.reads) >= p.readers }
+
+// retire takes the payload off its key; if nothing reads it any more it is added to free, for release. why counts unless all its
+// readers have read it.
+func (p *payload) retire(free []*payload, why Outcome) []*payload {
 	if s := p.store; !p.retired {
-		p.retired = true
+		p.retired, p.outcome = true, why
+		if p.consumed() {
+			p.outcome = Read
+		}
 		if s.payloads[p.key] == p {
 			delete(s.payloads, p.key)
 		}
@@ -69,6 +93,9 @@ func release(free []*payload) {
 		if p.room != nil {
 			p.room.Close()
 		}
+		if p.events.Released != nil {
+			p.events.Released(p.outcome)
+		}
 		s := p.store
 		s.mu.Lock()
 		s.freeing--
@@ -80,23 +107,28 @@ func release(free []*payload) {
 
 // end takes a claim from its payload, which is retired if it has no other and is not to be kept. If end gives true, the caller
 // calls Store.withdraw, without the lock; otherwise the Offer that is under way does.
-func (p *payload) end(id wire.ID, idle, keep bool) (c *claim, withdraw bool) {
-	c = p.claims[id]
-	delete(p.claims, id)
+func (p *payload) end(c *claim, idle, keep bool) (withdraw bool) {
+	p.store.unfile(c)
 	c.ended, c.idle = true, idle
 	p.withdrawing++
 	p.store.tasks.Add(1) // until it is withdrawn
-	if len(p.claims) == 0 && (!keep || p.condemned || p.store.closing) {
-		p.retire(nil) // the withdrawal is still to come: nothing is free yet
+	switch {             // the withdrawal is still to come: nothing is free yet
+	case len(p.claims) > 0:
+	case p.condemned:
+		p.retire(nil, Aborted)
+	case p.store.closing:
+		p.retire(nil, Closed)
+	case !keep:
+		p.retire(nil, Read)
 	}
-	return c, c.offering == 0
+	return c.offering == 0
 }
 
-// keepForRetry moves the lease's end so that a reader that failed can come again. Without it, a payload that another reader has got
-// need not be kept.
+// keepForRetry moves the lease's end so that a reader that failed can come again, or the next of several can come. Without it, a
+// payload that was read need not be kept.
 func (p *payload) keepForRetry() {
 	end := time.Now().Add(p.store.o.RetryGrace)
-	if p.consumed || p.leaseEnd.Before(end) {
+	if p.consumed() || p.leaseEnd.Before(end) {
 		p.leaseEnd = end
 	}
 	p.store.lookAt(p.leaseEnd)
@@ -121,6 +153,8 @@ func (p *payload) claimable(c Claim, now time.Time) error {
 		return fmt.Errorf("%w: the lease of key %.64q is over", ErrNotFound, p.key)
 	case len(p.claims) >= s.o.MaxClaims:
 		return fmt.Errorf("%w: key %.64q has %d readers", ErrFull, p.key, len(p.claims))
+	case c.Source != "" && s.sources[c.Source] >= s.o.MaxSourceClaims:
+		return fmt.Errorf("%w: %s holds %d claims", ErrFull, c.Source, s.sources[c.Source])
 	}
 	return nil
 }
@@ -129,6 +163,9 @@ func (p *payload) claimable(c Claim, now time.Time) error {
 func (s *Store) failed(key string) error {
 	if f, ok := s.failures[key]; ok && time.Now().Before(f.until) {
 		return &FailedError{key, f.reason}
+	}
+	if s.closing {
+		return ErrClosing
 	}
 	return fmt.Errorf("%w: key %.64q", ErrNotFound, key)
 }

@@ -100,13 +100,13 @@ func (s *Store) expire(now time.Time) {
 	defer s.mu.Unlock()
 	s.next = time.Time{}
 	for p := range s.live {
-		for id, c := range p.claims {
+		for _, c := range p.claims {
 			if now.Before(c.deadline) {
 				s.lookAt(c.deadline)
 				continue
 			}
-			s.o.Log.Warn("a reader never said that it was done", "key", p.key, "claim", id, "bytes", p.metadata.Size)
-			s.lapse(p, id)
+			s.o.Log.Warn("a reader never said that it was done", "key", p.key, "claim", c.id, "bytes", p.metadata.Size)
+			s.lapse(c)
 		}
 		if len(p.claims) > 0 || p.retired {
 			continue
@@ -115,9 +115,11 @@ func (s *Store) expire(now time.Time) {
 			s.lookAt(p.leaseEnd)
 			continue
 		}
-		s.o.Log.Info("a payload was not claimed in time", "key", p.key, "bytes", p.metadata.Size)
-		s.stats.Expired++
-		free = p.retire(free)
+		if !p.consumed() {
+			s.o.Log.Info("a payload was not claimed in time", "key", p.key, "bytes", p.metadata.Size)
+			s.stats.Expired++
+		}
+		free = p.retire(free, Expired)
 	}
 	s.forgetFailures(now)
 }
@@ -146,7 +148,7 @@ func (s *Store) Close(ctx context.Context, grace time.Duration) error {
 	var free []*payload
 	for _, p := range s.payloads {
 		if len(p.claims) == 0 {
-			free = p.retire(free)
+			free = p.retire(free, Closed)
 		}
 	}
 	for key := range s.watchers {
@@ -158,8 +160,8 @@ func (s *Store) Close(ctx context.Context, grace time.Duration) error {
 	if !s.wait(ctx) {
 		s.mu.Lock()
 		for p := range s.live {
-			for id := range p.claims {
-				s.lapse(p, id)
+			for _, c := range p.claims {
+				s.lapse(c)
 			}
 		}
 		s.mu.Unlock()

@@ -51,6 +51,8 @@ const (
 	DefaultFailureKept = time.Minute
 	DefaultMaxPayloads = 1 << 16
 	DefaultMaxClaims   = 64
+	// DefaultMaxSourceClaims is more than a machine's consumers read at once, and some 10 MB of records.
+	DefaultMaxSourceClaims = 1 << 14
 )
 
 // Options of a Store. Zero values are the defaults. Times are on the monotonic clock.
@@ -58,12 +60,14 @@ type Options struct {
 	Lease       time.Duration // how long an unclaimed payload is kept, from its put
 	Transfer    time.Duration // how long a reader may take, from its claim (the peers' transfer timeout)
 	Margin      time.Duration // added to Transfer before a claim without an end is ended by force
-	RetryGrace  time.Duration // how long a payload is kept at least after a reader failed
+	RetryGrace  time.Duration // how long a payload is kept at least after a reader failed, or for the next of several
 	FailureKept time.Duration // how long Abort is remembered
 	MaxBytes    int64         // of all payloads together; 0 is no cap
 	MaxPayloads int           // also of failures that are remembered
 	MaxClaims   int           // of one payload at once
-	Log         *slog.Logger
+	// MaxSourceClaims is how many claims one source (see Claim) holds at once: claims are free to ask for, so that somebody may.
+	MaxSourceClaims int
+	Log             *slog.Logger
 }
 
 func (o *Options) complete() error {
@@ -82,14 +86,18 @@ func (o *Options) complete() error {
 			*d.v = d.usual
 		}
 	}
-	if o.MaxBytes < 0 || o.MaxPayloads < 0 || o.MaxClaims < 0 {
-		return fmt.Errorf("%w: MaxBytes %d, MaxPayloads %d, MaxClaims %d; give none below 0", ErrOptions, o.MaxBytes, o.MaxPayloads, o.MaxClaims)
+	if o.MaxBytes < 0 || o.MaxPayloads < 0 || o.MaxClaims < 0 || o.MaxSourceClaims < 0 {
+		return fmt.Errorf("%w: MaxBytes %d, MaxPayloads %d, MaxClaims %d, MaxSourceClaims %d; give none below 0", ErrOptions,
+			o.MaxBytes, o.MaxPayloads, o.MaxClaims, o.MaxSourceClaims)
 	}
 	if o.MaxPayloads == 0 {
 		o.MaxPayloads = DefaultMaxPayloads
 	}
 	if o.MaxClaims == 0 {
 		o.MaxClaims = DefaultMaxClaims
+	}
+	if o.MaxSourceClaims == 0 {
+		o.MaxSourceClaims = DefaultMaxSourceClaims
 	}
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
@@ -122,9 +130,11 @@ type Store struct {
 	payloads map[string]*payload
 	live     map[*payload]struct{} // whose memory is not released yet: those in payloads, and those that are only being withdrawn
 	failures map[string]failure
-	watchers map[string]*watch
-	grants   uint64    // counts claims, so that each has a grant of its own
-	next     time.Time // when reap has to look again
+	watchers map[string]map[*func()]struct{}
+	owners   map[string]map[*claim]struct{} // claims that end with their connection
+	sources  map[string]int                 // how many claims each holds
+	grants   uint64                         // counts claims, so that each has a grant of its own
+	next     time.Time                      // when reap has to look again
 	closing  bool
 	idle     chan struct{} // closed and replaced whenever a payload's memory is released
 	freeing  int           // payloads whose memory is being released
@@ -166,7 +176,9 @@ func NewStore(o Options) (*Store, error) {
 		payloads: make(map[string]*payload),
 		live:     make(map[*payload]struct{}),
 		failures: make(map[string]failure),
-		watchers: make(map[string]*watch),
+		watchers: make(map[string]map[*func()]struct{}),
+		owners:   make(map[string]map[*claim]struct{}),
+		sources:  make(map[string]int),
 		idle:     make(chan struct{}),
 		wake:     make(chan struct{}, 1),
 	}
@@ -214,21 +226,34 @@ type Put struct {
 	Memory   Memory
 	Room     *Room         // may be nil
 	Lease    time.Duration // 0: that of Options
+	Readers  int           // how many have to read it, by claims of their own, before it is released; 0: 1
+	Events   Events
+}
+
+// Events of one payload, each called at most once, without the store's lock, by whatever goroutine made it happen; nil is not called.
+// They must not block.
+type Events struct {
+	Claimed  func()        // the first claim was answered
+	Released func(Outcome) // the memory was released
 }
 
 // Put publishes p under a new generation, which it returns, and wakes who watches the key. An unclaimed payload of the key is
 // replaced. From success on p's memory and room are the store's. Errors, which leave them the caller's: ErrClaimed, ErrClosing,
 // ErrFull, ErrOptions.
 func (s *Store) Put(p Put) (generation wire.ID, err error) {
-	if p.Key == "" || len(p.Key) > wire.MaxKey || p.Memory == nil || p.Lease < 0 {
-		return wire.ID{}, fmt.Errorf("%w: a put with a key of %d bytes (at most %d), lease %v", ErrOptions, len(p.Key), wire.MaxKey, p.Lease)
+	if p.Key == "" || len(p.Key) > wire.MaxKey || p.Memory == nil || p.Lease < 0 || p.Readers < 0 {
+		return wire.ID{}, fmt.Errorf("%w: a put with a key of %d bytes (at most %d), lease %v, %d readers", ErrOptions,
+			len(p.Key), wire.MaxKey, p.Lease, p.Readers)
 	}
 	if p.Lease == 0 {
 		p.Lease = s.o.Lease
 	}
+	if p.Readers == 0 {
+		p.Readers = 1
+	}
 	now := time.Now()
 	n := &payload{
-		store: s, key: p.Key, metadata: p.Metadata, memory: p.Memory, room: p.Room,
+		store: s, key: p.Key, metadata: p.Metadata, memory: p.Memory, room: p.Room, readers: p.Readers, events: p.Events,
 		generation: wire.NewID(), leaseEnd: now.Add(p.Lease), claims: make(map[wire.ID]*claim),
 	}
 	n.metadata.Generation, n.metadata.Legacy, n.metadata.Claim = n.generation, false, wire.ID{}
@@ -237,17 +262,12 @@ func (s *Store) Put(p Put) (generation wire.ID, err error) {
 	defer func() { release(free) }()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	old := s.payloads[p.Key]
-	switch {
-	case s.closing:
-		return wire.ID{}, ErrClosing
-	case old != nil && len(old.claims) > 0:
-		return wire.ID{}, fmt.Errorf("%w: key %.64q has %d readers", ErrClaimed, p.Key, len(old.claims))
-	case old == nil && len(s.payloads) >= s.o.MaxPayloads:
-		return wire.ID{}, fmt.Errorf("%w: %d payloads", ErrFull, len(s.payloads))
+	old, err := s.puttable(p.Key)
+	if err != nil {
+		return wire.ID{}, err
 	}
 	if old != nil {
-		free = old.retire(free)
+		free = old.retire(free, Replaced)
 	}
 	s.payloads[p.Key] = n
 	s.live[n] = struct{}{}
@@ -257,6 +277,20 @@ func (s *Store) Put(p Put) (generation wire.ID, err error) {
 	s.lookAt(n.leaseEnd)
 	s.notify(p.Key)
 	return n.generation, nil
+}
+
+// puttable says whether key may be put now, and what that replaces. With the lock.
+func (s *Store) puttable(key string) (old *payload, err error) {
+	old = s.payloads[key]
+	switch {
+	case s.closing:
+		return nil, ErrClosing
+	case old != nil && len(old.claims) > 0:
+		return nil, fmt.Errorf("%w: key %.64q has %d readers", ErrClaimed, key, len(old.claims))
+	case old == nil && len(s.payloads) >= s.o.MaxPayloads:
+		return nil, fmt.Errorf("%w: %d payloads", ErrFull, len(s.payloads))
+	}
+	return old, nil
 }
 
 // Cleanup releases the payload of a key that nobody claimed. Nothing published is no error. ErrClaimed: it is being read.
@@ -272,7 +306,7 @@ func (s *Store) Cleanup(key string) error {
 	if len(p.claims) > 0 {
 		return fmt.Errorf("%w: key %.64q has %d readers", ErrClaimed, key, len(p.claims))
 	}
-	free = p.retire(free)
+	free = p.retire(free, CleanedUp)
 	return nil
 }
 
@@ -286,7 +320,7 @@ func (s *Store) Abort(key, reason string) {
 	if p := s.payloads[key]; p != nil {
 		p.condemned = true
 		if len(p.claims) == 0 {
-			free = p.retire(free)
+			free = p.retire(free, Aborted)
 		}
 	}
 	if len(s.failures) >= s.o.MaxPayloads {
