@@ -38,9 +38,10 @@ type Registration struct {
 
 // incarnation is one agent that serves.
 type incarnation struct {
-	agent   agent
-	place   place
-	started time.Time
+	agent    agent
+	place    place
+	metadata []byte // for own peers; set when it is installed
+	started  time.Time
 }
 
 func newRegistration(ctx context.Context, p *Plane, m *memory, notify func(transfer.Notification), formers []*former) (*Registration, error) {
@@ -104,7 +105,7 @@ func (r *Registration) start(ctx context.Context) (*incarnation, error) {
 		a.end()
 		return nil, err
 	}
-	return &incarnation{a, pl, time.Now()}, nil
+	return &incarnation{agent: a, place: pl, started: time.Now()}, nil
 }
 
 // install makes i the one that is handed out.
@@ -114,7 +115,8 @@ func (r *Registration) install(i *incarnation) {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.last = md.append(nil)
+	i.metadata = md.append(nil)
+	r.last = i.metadata
 	r.cur.Store(i)
 }
 
@@ -190,6 +192,26 @@ func (r *Registration) Agent() (metadata []byte, base uint64, gone <-chan struct
 		i.agent.attend()
 	}
 	return i.place.metadata, i.place.base, i.agent.over()
+}
+
+// Incarnation is one agent that serves a registration, as peers are told of it.
+type Incarnation struct {
+	Metadata []byte          // for own peers: what AddPeer takes
+	Agent    []byte          // for plain ones: what they add as a remote agent
+	Base     uint64          // address of the memory's first byte in the agent's process
+	Gone     <-chan struct{} // closed when the agent is over: nothing can be read by it any more
+}
+
+// Incarnation is the agent that serves now, all of it of one agent; false while there is none. Unlike Agent it does not have
+// notifications looked for. It never blocks.
+func (r *Registration) Incarnation() (Incarnation, bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	i := r.cur.Load()
+	if i == nil {
+		return Incarnation{}, false
+	}
+	return Incarnation{i.metadata, i.place.metadata, i.place.base, i.agent.over()}, true
 }
 
 // Rotate starts another incarnation of the agent and hands it out from now on. The former one goes on serving peers that know it

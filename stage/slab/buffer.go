@@ -1,0 +1,131 @@
+package slab
+
+import (
+	"context"
+	"fmt"
+	"sync"
+
+	"github.com/tensorferry/tensorferry/region"
+)
+
+// Buffer is memory for the tensors of one payload.
+type Buffer struct {
+	slab    *Slab
+	bytes   int64 // of all tensors
+	blocks  int
+	spans   []region.Span // of each tensor in the pool; one without bytes is nowhere
+	slices  [][]byte
+	extents []region.Extent // guarded by the slab's space once it has some
+
+	mu       sync.Mutex
+	writers  int           // READs that may still write into it
+	idle     chan struct{} // of Idle; nil: nobody asked since the last READ began
+	owned    bool          // by a Payload
+	freed    bool
+	returned bool // its blocks are the slab's again
+
+	// What most buffers need, so that they are one allocation.
+	one      [1]region.Extent
+	oneSpan  [1]region.Span
+	oneSlice [1][]byte
+}
+
+// Alloc makes a buffer with one slice for each size, in order; 0 gives an empty slice. It waits for room, in the order of calls,
+// until ctx is done: a large request is not overtaken by small ones that come later. Each slice begins at a multiple of Align; where
+// there is room they lie one after the other. The content is what was there before. The caller frees the buffer, or hands it to a
+// Payload. Errors: ErrTooLarge, ErrClosed, ErrMismatch (a negative size), ctx's.
+func (s *Slab) Alloc(ctx context.Context, sizes []int64) (*Buffer, error) {
+	b := &Buffer{slab: s}
+	var err error
+	if b.bytes, b.blocks, err = measure(sizes); err != nil {
+		return nil, err
+	}
+	if len(sizes) == 1 {
+		b.spans, b.slices = b.oneSpan[:], b.oneSlice[:]
+	} else {
+		b.spans, b.slices = make([]region.Span, len(sizes)), make([][]byte, len(sizes))
+	}
+	for i, n := range sizes {
+		b.spans[i].Length = n
+	}
+	if err := s.space.take(ctx, b); err != nil {
+		return nil, err
+	}
+	for i, at := range b.spans {
+		if at.Length > 0 {
+			b.slices[i] = s.pool[at.Offset : at.Offset+at.Length : at.Offset+at.Length]
+		} else {
+			b.slices[i] = []byte{}
+		}
+	}
+	return b, nil
+}
+
+// Slices are the tensors' memory, one for each size asked for. Not to be used after Free.
+func (b *Buffer) Slices() [][]byte { return b.slices }
+
+// Bytes is the sum of the sizes asked for.
+func (b *Buffer) Bytes() int64 { return b.bytes }
+
+var closedChan = func() chan struct{} {
+	c := make(chan struct{})
+	close(c)
+	return c
+}()
+
+// Idle gives a channel that is closed when no READ writes into the buffer (any more).
+func (b *Buffer) Idle() <-chan struct{} {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.writers == 0 {
+		return closedChan
+	}
+	if b.idle == nil {
+		b.idle = make(chan struct{})
+	}
+	return b.idle
+}
+
+// Free gives the memory back: at once, or when the READ into it is over. Calls after the first do nothing, and so does Free of a
+// buffer that is a Payload's.
+func (b *Buffer) Free() {
+	b.mu.Lock()
+	if b.owned {
+		b.mu.Unlock()
+		return
+	}
+	b.freed = true
+	b.settle()
+}
+
+// begin books a READ into the buffer.
+func (b *Buffer) begin() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.freed || b.owned {
+		return fmt.Errorf("%w: a READ into a buffer that was freed or published", ErrClosed)
+	}
+	b.writers++
+	return nil
+}
+
+// end is called when the READ will not write any more.
+func (b *Buffer) end() {
+	b.mu.Lock()
+	b.writers--
+	if b.writers == 0 && b.idle != nil {
+		close(b.idle)
+		b.idle = nil
+	}
+	b.settle()
+}
+
+// settle gives the blocks back if nobody needs them, once. It unlocks.
+func (b *Buffer) settle() {
+	over := b.freed && b.writers == 0 && !b.returned
+	b.returned = b.returned || over
+	b.mu.Unlock()
+	if over && b.blocks > 0 {
+		b.slab.space.give(b)
+	}
+}
