@@ -37,13 +37,10 @@ func (s *Store) Claim(ctx context.Context, c Claim) (*wire.Metadata, error) {
 	m, err := g.offer(ctx)
 	unhook()
 	cancel()
-	if ended := g.settle(err == nil); err == nil {
-		err = ended
+	if withdraw := g.settle(err == nil); withdraw != nil {
+		withdraw()
 	}
-	if err != nil {
-		return nil, err
-	}
-	return m, nil
+	return m, err
 }
 
 // grant is a claim that is being answered: offer, then settle, which has to be called.
@@ -61,11 +58,11 @@ func (s *Store) begin(c Claim, wake func()) (g *grant, stop func(), err error) {
 	if c.ID.IsZero() {
 		return nil, nil, fmt.Errorf("%w: a claim without an id", ErrNotFound)
 	}
-	now := time.Now()
+	at := time.Now()
 	if p == nil {
 		err = s.failed(c.Key)
 	} else {
-		err = p.claimable(c, now)
+		err = p.claimable(c, at)
 	}
 	if err != nil {
 		// A generation is known once it was put: if it is not there now, it will never be.
@@ -81,24 +78,30 @@ func (s *Store) begin(c Claim, wake func()) (g *grant, stop func(), err error) {
 		held = &claim{p: p, id: c.ID, owner: c.Owner, source: c.Source, grant: strconv.FormatUint(s.grants, 36)}
 		s.file(held)
 	}
-	held.deadline = now.Add(s.o.Transfer + s.o.Margin)
+	held.deadline = at.Add(s.o.Transfer + s.o.Margin)
 	held.offering++
 	s.lookAt(held.deadline)
 	return &grant{c, p, held}, nil, nil
 }
 
-// offer asks the payload's memory for what the reader needs.
+// offer asks the payload's memory for what the reader needs. It fails, too, if the claim ended meanwhile.
 func (g *grant) offer(ctx context.Context) (*wire.Metadata, error) {
 	m := g.p.offer(g.Claim)
 	if err := g.p.memory.Offer(ctx, g.held.grant, g.Ask, &m); err != nil {
 		return nil, err
 	}
+	s := g.p.store
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if g.held.ended {
+		return nil, s.failed(g.p.key)
+	}
 	return &m, nil
 }
 
 // settle says whether what offer gave was handed to the reader. A claim that was never answered ends: nothing is read under it. One
-// that was answered before stays, its reader may be reading. The error says that the claim ended meanwhile.
-func (g *grant) settle(answered bool) error {
+// that was answered before stays, its reader may be reading. withdraw is as in done.
+func (g *grant) settle(answered bool) (withdraw func()) {
 	s, p, held := g.p.store, g.p, g.held
 	s.mu.Lock()
 	held.offering--
@@ -111,18 +114,14 @@ func (g *grant) settle(answered bool) error {
 	ended, last := held.ended, held.offering == 0
 	first := answered && !p.answered
 	p.answered = p.answered || answered
-	var err error
-	if ended {
-		err = s.failed(p.key)
-	}
 	s.mu.Unlock()
 	if first && p.events.Claimed != nil {
 		p.events.Claimed()
 	}
 	if ended && last {
-		s.withdraw(p, held)
+		return func() { s.withdraw(p, held) }
 	}
-	return err
+	return nil
 }
 
 // file records a new claim. With the lock.
@@ -169,10 +168,24 @@ func (p *payload) offer(c Claim) wire.Metadata {
 }
 
 // Done ends a claim whose reader has read: if all the readers that were wanted have, and no claim is left, the payload is released.
-// held is false, and nothing changes, if
-// there is no such claim of that generation and owner: it was never granted, or ended before (so what was read may not be what was
-// put).
-func (s *Store) Done(c Claim) (held bool) {
+// held is false, and nothing changes, if there is no such claim of that generation and owner: it was never granted, or ended before
+// (so what was read may not be what was put).
+func (s *Store) Done(c Claim) (held bool) { return now(s.done(c)) }
+
+// Fail ends a claim whose reader did not get the payload: it stays for another claim, for RetryGrace at least. held is as in Done.
+// The reader has no READ under way any more.
+func (s *Store) Fail(c Claim) (held bool) { return now(s.fail(c)) }
+
+// now withdraws what done and fail leave to be withdrawn.
+func now(held bool, withdraw func()) bool {
+	if withdraw != nil {
+		withdraw()
+	}
+	return held
+}
+
+// done is Done. withdraw, if not nil, has to be called by anybody, soon: it may wait for the memory, and releases the payload.
+func (s *Store) done(c Claim) (held bool, withdraw func()) {
 	return s.finish(c, func(p *payload) (keep bool) {
 		s.stats.Done++
 		p.read(c.ID)
@@ -183,9 +196,8 @@ func (s *Store) Done(c Claim) (held bool) {
 	})
 }
 
-// Fail ends a claim whose reader did not get the payload: it stays for another claim, for RetryGrace at least. held is as in Done.
-// The reader has no READ under way any more.
-func (s *Store) Fail(c Claim) (held bool) {
+// fail is Fail, with withdraw as in done.
+func (s *Store) fail(c Claim) (held bool, withdraw func()) {
 	return s.finish(c, func(p *payload) (keep bool) {
 		s.stats.Failed++
 		p.keepForRetry()
@@ -194,24 +206,21 @@ func (s *Store) Fail(c Claim) (held bool) {
 }
 
 // finish ends a claim by its reader. outcome, called with the lock, says whether the payload is kept if no claim is left.
-func (s *Store) finish(c Claim, outcome func(*payload) (keep bool)) bool {
+func (s *Store) finish(c Claim, outcome func(*payload) (keep bool)) (held bool, withdraw func()) {
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	p := s.payloads[c.Key]
 	if p == nil || c.Generation != p.generation {
-		s.mu.Unlock()
-		return false
+		return false, nil
 	}
-	held := p.claims[c.ID]
-	if held == nil || held.owner != c.Owner {
-		s.mu.Unlock()
-		return false
+	h := p.claims[c.ID]
+	if h == nil || h.owner != c.Owner {
+		return false, nil
 	}
-	withdraw := p.end(held, true, outcome(p))
-	s.mu.Unlock()
-	if withdraw {
-		s.withdraw(p, held)
+	if p.end(h, true, outcome(p)) {
+		withdraw = func() { s.withdraw(p, h) }
 	}
-	return true
+	return true, withdraw
 }
 
 // Drop ends all claims of an owner, whose connection was lost: its READs may still be under way and are stopped. The payloads stay

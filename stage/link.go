@@ -3,60 +3,333 @@ package stage
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
+	"net/netip"
+	"strings"
+	"sync"
+	"time"
 
+	"github.com/tensorferry/tensorferry/control"
 	"github.com/tensorferry/tensorferry/stage/slab"
+	"github.com/tensorferry/tensorferry/stage/wire"
 	"github.com/tensorferry/tensorferry/tensor"
 )
+
+// ErrDevice: a tensor that is not in this machine's memory.
+var ErrDevice = errors.New("stage: a tensor off the CPU")
+
+// closeGrace is how long Close has to stop readers that did not end in time: a serving agent is rotated in seconds.
+const closeGrace = 10 * time.Second
 
 // LinkOptions of a Link.
 type LinkOptions struct {
 	Slab *slab.Slab // the caller's
 	Node string     // our instance id; default: random
 
-	// Bind is where claims are answered; a Link without it only gets. Port 0 takes any free one. Advertise is the host that metadata
-	// names; default Bind's, which must then not be a wildcard.
+	// Bind is where claims are answered; a Link without it only gets. Port 0 takes any free one, no host is 127.0.0.1. Advertise is
+	// the host that metadata names; default Bind's, which must then not be a wildcard.
 	Bind      *Endpoint
 	Advertise string
 
+	// Store's MaxBytes is the part of the slab that puts may take, so that gets find room; default three quarters.
 	Store  Options
 	Client ClientOptions // Loop, Slab and Node are the Link's
 	Sum    bool          // keep a checksum of each payload, which own readers verify
 	Log    *slog.Logger
 }
 
+// complete fills in defaults. The error wraps ErrOptions.
+func (o *LinkOptions) complete() error {
+	if o.Slab == nil {
+		return fmt.Errorf("%w: a link needs a slab", ErrOptions)
+	}
+	if o.Node == "" {
+		o.Node = wire.NewID().String()
+	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	if o.Store.Log == nil {
+		o.Store.Log = o.Log
+	}
+	if o.Client.Log == nil {
+		o.Client.Log = o.Log
+	}
+	if o.Store.MaxBytes == 0 {
+		o.Store.MaxBytes = o.Slab.Bytes() / 4 * 3
+	}
+	if o.Bind == nil {
+		return nil
+	}
+	b := *o.Bind
+	if o.Bind = &b; b.Host == "" {
+		b.Host = "127.0.0.1"
+	}
+	if o.Advertise == "" {
+		o.Advertise = b.Host
+	}
+	if wildcard(o.Advertise) || len(o.Advertise) > wire.MaxHost {
+		return fmt.Errorf("%w: Advertise is %.64q, which no reader can dial; give the host by which they reach this machine", ErrOptions, o.Advertise)
+	}
+	return nil
+}
+
+// wildcard is true for a host that names all interfaces, or none.
+func wildcard(host string) bool {
+	if host == "" || host == "*" || host == "auto" {
+		return true
+	}
+	ip, err := netip.ParseAddr(strings.Trim(host, "[]"))
+	return err == nil && ip.IsUnspecified()
+}
+
+func loopback(host string) bool {
+	ip, err := netip.ParseAddr(strings.Trim(host, "[]"))
+	return host == "localhost" || err == nil && ip.IsLoopback()
+}
+
 // Link is a Connector over the control plane of vLLM-Omni's NixlConnector and our data planes.
-type Link struct{}
+type Link struct {
+	o      LinkOptions
+	loop   *control.Loop
+	store  *Store  // nil without Bind
+	server *Server // nil without Bind
+	client *Client
 
-// NewLink binds and starts. The caller closes it.
-func NewLink(ctx context.Context, o LinkOptions) (*Link, error) { return nil, errors.New("not built") }
+	closing context.Context // done once Close began
+	begin   context.CancelFunc
+	once    sync.Once
+	err     error // of Close
+}
 
-// Put implements Connector.
-func (l *Link) Put(ctx context.Context, key string, root tensor.Node, o PutOptions) (*Published, error) {
-	return nil, ErrClosing
+// NewLink binds and starts. The caller closes it. On an error nothing is left.
+func NewLink(ctx context.Context, o LinkOptions) (_ *Link, err error) {
+	if err := o.complete(); err != nil {
+		return nil, err
+	}
+	l := &Link{o: o}
+	l.closing, l.begin = context.WithCancel(context.Background())
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, l.Close(ctx))
+		}
+	}()
+	if l.loop, err = control.NewLoop(control.Options{Log: o.Log}); err != nil {
+		return nil, err
+	}
+	if o.Bind != nil {
+		if err := l.serve(ctx); err != nil {
+			return nil, err
+		}
+	}
+	c := o.Client
+	c.Loop, c.Slab, c.Node = l.loop, o.Slab, o.Node
+	l.client, err = NewClient(c)
+	return l, err
+}
+
+func (l *Link) serve(ctx context.Context) (err error) {
+	if l.store, err = NewStore(l.o.Store); err != nil {
+		return err
+	}
+	l.server, err = Serve(ctx, ServerOptions{Loop: l.loop, Store: l.store, Host: l.o.Bind.Host, Port: l.o.Bind.Port, Node: l.o.Node, Log: l.o.Log})
+	if err == nil && !loopback(l.o.Bind.Host) {
+		l.o.Log.Warn("stage payloads are served off loopback: whoever reaches this address and knows a key can read its payload",
+			"host", l.o.Bind.Host, "port", l.server.Port())
+	}
+	return err
+}
+
+// live gives a context that also ends when Close begins; its cause is then ErrClosing.
+func (l *Link) live(ctx context.Context) (context.Context, func()) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	stop := context.AfterFunc(l.closing, func() { cancel(ErrClosing) })
+	return ctx, func() {
+		stop()
+		cancel(nil)
+	}
 }
 
 // Get implements Connector.
-func (l *Link) Get(ctx context.Context, r Request) (*Got, error) { return nil, ErrClosing }
-
-// Republish puts what was got under another key, without a copy: got is the Link's from then on, whatever the error.
-func (l *Link) Republish(ctx context.Context, key string, got *Got, o PutOptions) (*Published, error) {
-	return nil, ErrClosing
+func (l *Link) Get(ctx context.Context, r Request) (*Got, error) {
+	if l.closing.Err() != nil {
+		return nil, ErrClosing
+	}
+	return l.client.Get(ctx, r)
 }
 
 // Endpoint is where claims go; the zero Endpoint if the Link only gets.
-func (l *Link) Endpoint() Endpoint { return Endpoint{} }
+func (l *Link) Endpoint() Endpoint {
+	if l.server == nil {
+		return Endpoint{}
+	}
+	return Endpoint{l.o.Advertise, l.server.Port()}
+}
 
 // Cleanup implements Connector.
-func (l *Link) Cleanup(key string) error { return nil }
+func (l *Link) Cleanup(key string) error {
+	if l.store == nil {
+		return nil
+	}
+	return l.store.Cleanup(key)
+}
 
 // Abort implements Connector.
-func (l *Link) Abort(key, reason string) {}
+func (l *Link) Abort(key, reason string) {
+	if l.store != nil {
+		l.store.Abort(key, reason)
+	}
+}
 
 // Healthy implements Connector.
-func (l *Link) Healthy() bool { return false }
+func (l *Link) Healthy() bool {
+	select {
+	case <-l.loop.Done():
+		return false
+	default:
+		return l.closing.Err() == nil
+	}
+}
 
-// Close implements Connector.
-func (l *Link) Close(ctx context.Context) error { return nil }
+// Stats of a Link. Store and Server are zero if it only gets.
+type LinkStats struct {
+	Store  Stats
+	Server ServerStats
+}
+
+// Stats counts.
+func (l *Link) Stats() LinkStats {
+	if l.store == nil {
+		return LinkStats{}
+	}
+	return LinkStats{l.store.Stats(), l.server.Stats()}
+}
+
+// Close implements Connector. Gets under way end at once. Readers have until ctx is done, then 10 s to be stopped; what cannot be
+// stopped is never released (ErrBusy). The slab stays the caller's. Later calls wait for the first, and give what it gave.
+func (l *Link) Close(ctx context.Context) error {
+	l.begin()
+	l.once.Do(func() { l.err = l.close(ctx) })
+	return l.err
+}
+
+func (l *Link) close(ctx context.Context) error {
+	var errs [4]error
+	var both sync.WaitGroup
+	if l.client != nil {
+		both.Go(func() { errs[0] = l.client.Close(ctx) })
+	}
+	if l.store != nil {
+		both.Go(func() { errs[1] = l.store.Close(ctx, closeGrace) })
+	}
+	both.Wait()
+	if l.server != nil {
+		errs[2] = l.server.Close()
+	}
+	if l.loop != nil {
+		errs[3] = l.loop.Close()
+	}
+	return errors.Join(errs[:]...)
+}
 
 var _ Connector = (*Link)(nil)
+
+// Put implements Connector. A payload of the key that nobody claimed makes way for it, at once if there is no room for both.
+// ErrOptions: the Link has no Bind. ErrDevice: a tensor that is not in this machine's memory.
+func (l *Link) Put(ctx context.Context, key string, root tensor.Node, o PutOptions) (*Published, error) {
+	packed, err := wire.Pack(root, o.Pack)
+	if err != nil {
+		return nil, err
+	}
+	m := wire.Metadata{Kind: packed.Kind, Ferry: &wire.FerryMetadata{Top: packed.Top}}
+	if m.Specs, m.Size, err = packed.Specs(); err != nil {
+		return nil, err
+	}
+	sizes := make([]int64, len(packed.Tensors))
+	for i, t := range packed.Tensors {
+		if !t.Device().CPU() {
+			return nil, fmt.Errorf("%w: tensor %d is on %v; copy it to the CPU first", ErrDevice, i, t.Device())
+		}
+		sizes[i] = t.Bytes()
+	}
+	return l.publish(ctx, key, &m, o, func(ctx context.Context) (*slab.Buffer, error) {
+		b, err := l.o.Slab.Alloc(ctx, sizes)
+		if err != nil {
+			return nil, err
+		}
+		m.Ferry.Sum = fill(b.Slices(), packed.Tensors, l.o.Sum)
+		return b, nil
+	})
+}
+
+// Republish puts what was got by this Link under another key, without a copy unless it was got in place: got is the Link's from then
+// on, whatever the error. Its Root must not be written any more, and not be used once the payload is released.
+func (l *Link) Republish(ctx context.Context, key string, got *Got, o PutOptions) (*Published, error) {
+	r := got.received
+	switch {
+	case got.release == nil:
+		return nil, fmt.Errorf("%w: what was got was released already", ErrOptions)
+	case r == nil:
+		p, err := l.Put(ctx, key, got.Root, o)
+		return p, errors.Join(err, got.Release())
+	}
+	got.received, got.release = nil, nil
+	m := wire.Metadata{Kind: r.meta.Kind, Specs: r.meta.Specs, Size: r.meta.Size, Ferry: &wire.FerryMetadata{}}
+	if f := r.meta.Ferry; f != nil {
+		m.Ferry.Top = f.Top
+		m.Ferry.Sum = f.Sum
+	}
+	p, err := l.publish(ctx, key, &m, o, func(context.Context) (*slab.Buffer, error) {
+		if l.o.Sum && m.Ferry.Sum == nil {
+			m.Ferry.Sum = sum(r.buffer.Slices())
+		}
+		return r.buffer, nil
+	})
+	if err != nil {
+		r.buffer.Free() // published or not, once
+	}
+	return p, err
+}
+
+// publish puts what content gives; m has Kind, Specs, Size and Ferry. From success of content on its buffer is freed by publish or
+// by the store.
+func (l *Link) publish(ctx context.Context, key string, m *wire.Metadata, o PutOptions, content func(context.Context) (*slab.Buffer, error)) (*Published, error) {
+	if l.store == nil {
+		return nil, fmt.Errorf("%w: this link only gets; give it a Bind to put", ErrOptions)
+	}
+	ctx, end := l.live(ctx)
+	defer end()
+	room, err := l.store.reserveFor(ctx, key, footprint(m.Specs))
+	if err != nil {
+		return nil, closingFirst(ctx, err)
+	}
+	b, err := content(ctx)
+	if err != nil {
+		room.Close()
+		return nil, closingFirst(ctx, err)
+	}
+	m.SenderHost, m.SenderPort = l.o.Advertise, l.server.Port()
+	p, claimed, released := NewPublished(Published{Key: key, Size: m.Size})
+	memory := b.Payload(m.Specs)
+	p.Generation, err = l.store.Put(Put{Key: key, Metadata: *m, Memory: memory, Room: room, Lease: o.Lease, Readers: o.Readers,
+		Events: Events{Claimed: claimed, Released: released}})
+	if err != nil {
+		memory.Release()
+		room.Close()
+		return nil, err
+	}
+	// Where the bytes are is told to who claims them, not to who has the metadata.
+	told := *m
+	told.Generation, told.Ferry = p.Generation, &wire.FerryMetadata{Node: l.o.Node, Local: l.server.Local(), Top: m.Ferry.Top}
+	p.Metadata = wire.AppendMetadata(nil, &told)
+	return p, nil
+}
+
+// closingFirst is ErrClosing if that is why ctx ended.
+func closingFirst(ctx context.Context, err error) error {
+	if errors.Is(context.Cause(ctx), ErrClosing) {
+		return ErrClosing
+	}
+	return err
+}

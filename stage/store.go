@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"sync"
 	"time"
+	"unicode/utf8"
 
 	"github.com/tensorferry/tensorferry/stage/wire"
 	"golang.org/x/sync/semaphore"
@@ -217,6 +218,33 @@ func (s *Store) Reserve(ctx context.Context, n int64) (*Room, error) {
 	return &Room{free: func() { s.room.Release(n) }}, nil
 }
 
+// reserveFor is Reserve for a put of key. What the put cannot do is said before it waits, and if it has to wait, the payload that it
+// replaces is released first.
+func (s *Store) reserveFor(ctx context.Context, key string, n int64) (*Room, error) {
+	s.mu.Lock()
+	old, err := s.puttable(key)
+	s.mu.Unlock()
+	if err != nil {
+		return nil, err
+	}
+	if s.room == nil || n < 0 || n > s.o.MaxBytes {
+		return s.Reserve(ctx, n)
+	}
+	if s.room.TryAcquire(n) {
+		return &Room{free: func() { s.room.Release(n) }}, nil
+	}
+	if old != nil {
+		s.mu.Lock()
+		var free []*payload
+		if s.payloads[key] == old && len(old.claims) == 0 {
+			free = old.retire(nil, Replaced)
+		}
+		s.mu.Unlock()
+		release(free)
+	}
+	return s.Reserve(ctx, n)
+}
+
 // Put is a payload to publish.
 type Put struct {
 	Key string
@@ -241,8 +269,8 @@ type Events struct {
 // replaced. From success on p's memory and room are the store's. Errors, which leave them the caller's: ErrClaimed, ErrClosing,
 // ErrFull, ErrOptions.
 func (s *Store) Put(p Put) (generation wire.ID, err error) {
-	if p.Key == "" || len(p.Key) > wire.MaxKey || p.Memory == nil || p.Lease < 0 || p.Readers < 0 {
-		return wire.ID{}, fmt.Errorf("%w: a put with a key of %d bytes (at most %d), lease %v, %d readers", ErrOptions,
+	if p.Key == "" || len(p.Key) > wire.MaxKey || !utf8.ValidString(p.Key) || p.Memory == nil || p.Lease < 0 || p.Readers < 0 {
+		return wire.ID{}, fmt.Errorf("%w: a put with a key of %d bytes (1 to %d, UTF-8), lease %v, %d readers", ErrOptions,
 			len(p.Key), wire.MaxKey, p.Lease, p.Readers)
 	}
 	if p.Lease == 0 {

@@ -99,9 +99,11 @@ func TestManyReadersAndProducersLeaveNothingBehind(t *testing.T) {
 // nullMemory costs nothing.
 type nullMemory struct{}
 
-func (nullMemory) Offer(context.Context, string, *wire.FerryRequest, *wire.Metadata) error { return nil }
-func (nullMemory) Withdraw(context.Context, string, bool) error        { return nil }
-func (nullMemory) Release()                                            {}
+func (nullMemory) Offer(context.Context, string, *wire.FerryRequest, *wire.Metadata) error {
+	return nil
+}
+func (nullMemory) Withdraw(context.Context, string, bool) error { return nil }
+func (nullMemory) Release()                                     {}
 
 // BenchmarkPutClaimDone is the bookkeeping of one payload, with 1,000 others published.
 func BenchmarkPutClaimDone(b *testing.B) {
