@@ -1,0 +1,252 @@
+package stage
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/tensorferry/tensorferry/stage/wire"
+)
+
+// firstRetry is the pause before a claim's end is tried again; it doubles up to longPause.
+const firstRetry = 10 * time.Millisecond
+
+// maxReason is how much of an error a producer is told, in bytes.
+const maxReason = 256
+
+// tell ends a claim at a producer of ours without waiting for the answer. If it cannot be sent the connection is lost, and the claim
+// has ended with that.
+func (gr granted) tell(op wire.Op, reason string) {
+	_ = (&call{s: gr.s}).send(gr.request(op, reason))
+}
+
+// request is that which ends the claim at a producer of ours.
+func (gr granted) request(op wire.Op, reason string) wire.Request {
+	if len(reason) > maxReason {
+		reason = strings.ToValidUTF8(reason[:maxReason], "")
+	}
+	return wire.Request{Op: op, Key: gr.key, Generation: gr.m.Generation, Claim: gr.claim, Ferry: &wire.FerryRequest{Reason: reason}}
+}
+
+// done ends the claim of a payload that was got, with nothing more to wait for.
+func (g *get) done(gr granted) { g.finish(gr, wire.Done, "", nil) }
+
+// giveBack ends the claim of a payload that was not got.
+func (g *get) giveBack(gr granted, reason string) { g.finish(gr, wire.Fail, reason, nil) }
+
+// finish ends a claim. idle, if not nil, is closed when no READ under the claim writes any more: it ends then, not before. A plain
+// producer knows done only.
+func (g *get) finish(gr granted, op wire.Op, reason string, idle <-chan struct{}) {
+	c := g.c
+	if idle != nil {
+		select {
+		case <-idle:
+			idle = nil
+		default:
+		}
+	}
+	switch {
+	case gr.claim.IsZero(): // legacy
+	case gr.s == nil:
+		c.endClaim(ending{e: g.e, key: gr.key, generation: gr.m.Generation, claim: gr.claim, after: idle})
+	case idle == nil:
+		gr.tell(op, reason)
+		g.e.release(gr.s)
+	default:
+		c.background(func() {
+			select {
+			case <-idle:
+				gr.tell(op, reason)
+			case <-c.ctx.Done(): // closing the connection ends the claim
+			}
+			g.e.release(gr.s)
+		})
+	}
+}
+
+// ending is a claim to be ended by a done, at a producer that is plain or that nobody knows.
+type ending struct {
+	e          *endpoint
+	key        string
+	generation wire.ID // that was granted, or with recover the wanted one
+	claim      wire.ID
+	// recover: the claim may have been granted in an answer that was lost. It is asked for again, only to be ended.
+	recover bool
+	after   <-chan struct{} // closed when no READ under the claim writes any more; nil: none does
+}
+
+// endClaim ends a claim in the background.
+func (c *Client) endClaim(x ending) {
+	started := c.background(func() {
+		if x.after != nil {
+			select {
+			case <-x.after:
+			case <-c.ctx.Done():
+				c.gaveUp(x, c.ctx.Err())
+				return
+			}
+		}
+		if n := c.stats.endings.Add(1); n > maxEndings {
+			c.stats.endings.Add(-1)
+			c.gaveUp(x, fmt.Errorf("%d others are being ended", n-1))
+			return
+		}
+		defer c.stats.endings.Add(-1)
+		ctx, cancel := context.WithTimeout(c.ctx, answersToEnd*c.o.Answer)
+		defer cancel()
+		e := c.endpointAt(x.e.addr)
+		defer c.leave(e)
+		if err := x.run(ctx, e); err != nil {
+			c.gaveUp(x, err)
+		}
+	})
+	if !started {
+		c.gaveUp(x, ErrClosing)
+	}
+}
+
+// background runs f on a goroutine that Close waits for. It is false after Close.
+func (c *Client) background(f func()) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.ended {
+		return false
+	}
+	c.work.add()
+	c.tasks.Go(func() {
+		defer c.work.done()
+		f()
+	})
+	return true
+}
+
+func (c *Client) gaveUp(x ending, err error) {
+	c.stats.givenUp.Add(1)
+	c.endLog.warn(c.o.Log, "a claim could not be ended; a plain producer keeps its payload until it is closed",
+		"producer", x.e.addr, "key", clip(x.key), "claim", x.claim.String(), "error", err)
+}
+
+// errNotEnded says that an answer did not end the claim.
+var errNotEnded = errors.New("stage: not the answer to that")
+
+// run tries until ctx is done.
+func (x ending) run(ctx context.Context, e *endpoint) error {
+	if x.recover {
+		e.c.stats.recoveries.Add(1)
+	}
+	timer := time.NewTimer(time.Hour)
+	defer timer.Stop()
+	for pause := firstRetry; ; pause = min(2*pause, longPause) {
+		over, err := x.step(ctx, e, timer)
+		if over {
+			return nil
+		}
+		timer.Reset(pause)
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			return fmt.Errorf("%w; last: %w", ctx.Err(), err)
+		}
+	}
+}
+
+// step does one of recovering and ending, or both.
+func (x *ending) step(ctx context.Context, e *endpoint, timer *time.Timer) (over bool, err error) {
+	if x.recover {
+		a, err := x.question(ctx, e, timer, wire.Get)
+		if err != nil && a.generation.IsZero() {
+			return false, err
+		}
+		if a.generation.IsZero() || a.call.claim != x.claim {
+			e.release(a.call.s)
+			return err == nil && a.reply.Status != wire.Found, errNotEnded // not granted, now or ever
+		}
+		gr := a.granted()
+		if gr.s != nil {
+			gr.tell(wire.Fail, "not waited for")
+			e.release(gr.s)
+			return true, nil
+		}
+		e.release(a.call.s)
+		x.generation, x.recover = a.generation, false
+	}
+	a, err := x.question(ctx, e, timer, wire.Done)
+	if err != nil {
+		return false, err
+	}
+	e.release(a.call.s)
+	return a.reply.Status == wire.Acked, errNotEnded
+}
+
+// question asks once. Without an error, or with a generation, the session is the caller's to release.
+func (x *ending) question(ctx context.Context, e *endpoint, timer *time.Timer, op wire.Op) (answer, error) {
+	l := e.acquire(ctx, nil, true)
+	if l.err != nil {
+		return answer{}, l.err
+	}
+	q := &call{s: l.s, box: make(chan answer, 1)}
+	err := q.send(wire.Request{Op: op, Key: x.key, Generation: x.generation, Claim: x.claim, Ferry: &wire.FerryRequest{Node: e.c.o.Node}})
+	if err != nil {
+		e.spend(l.s)
+		return answer{}, err
+	}
+	timer.Reset(e.c.o.Answer)
+	select {
+	case a := <-q.box:
+		if a.err != nil && a.generation.IsZero() {
+			e.spend(l.s)
+		}
+		return a, a.err
+	case <-timer.C:
+		err = errNoAnswer
+	case <-ctx.Done():
+		err = ctx.Err()
+	}
+	if e.leaveOpen(q) == answeredCall {
+		a := <-q.box
+		if a.err != nil && a.generation.IsZero() {
+			e.spend(l.s)
+		}
+		return a, a.err
+	}
+	return answer{}, err
+}
+
+// settle ends a claim at a producer of ours by Verify or Fail and waits for the answer. The error wraps ErrLost if the claim did not
+// hold until then, also if nobody can tell.
+func (gr granted) settle(ctx context.Context, stop <-chan struct{}, op wire.Op, reason string) error {
+	e := gr.s.e
+	q := &call{s: gr.s, box: make(chan answer, 1)}
+	if err := q.send(gr.request(op, reason)); err != nil {
+		e.release(gr.s)
+		return fmt.Errorf("%w: key %.64q at %s: %w", ErrLost, gr.key, e.addr, err)
+	}
+	timer := time.NewTimer(e.c.o.Answer)
+	defer timer.Stop()
+	var err error
+	select {
+	case a := <-q.box:
+		e.release(gr.s)
+		if a.err == nil && a.reply.Status == wire.Held {
+			return nil
+		}
+		if a.err == nil {
+			a.err = fmt.Errorf("the answer is %v", a.reply.Status)
+		}
+		return fmt.Errorf("%w: key %.64q at %s: %w", ErrLost, gr.key, e.addr, a.err)
+	case <-timer.C:
+		err = fmt.Errorf("%w: key %.64q: %s did not say whether it held", ErrLost, gr.key, e.addr)
+	case <-ctx.Done():
+		err = fmt.Errorf("stage: key %.64q was read and not verified by %s: %w", gr.key, e.addr, ctx.Err())
+	case <-stop:
+		err = ErrClosing
+	}
+	// The question ends the claim, whatever its answer.
+	if e.leaveOpen(q) == answeredCall {
+		<-q.box
+		e.release(gr.s)
+	}
+	return err
+}
