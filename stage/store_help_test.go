@@ -60,6 +60,13 @@ func (m *fakeMemory) Offer(ctx context.Context, grant string, _ *wire.FerryReque
 	}
 	m.offered[grant] = true
 	md.AgentMetadata = []byte("agent")
+	if md.Ferry != nil {
+		md.Ferry.Inline = make([]byte, md.Size)
+		return nil
+	}
+	for i, s := range md.Specs {
+		md.Groups = []wire.Group{{MemoryType: "DRAM", Regions: []wire.Region{{Tensor: i, Addr: 4096, Bytes: s.Size}}}}
+	}
 	return nil
 }
 

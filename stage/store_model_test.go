@@ -18,9 +18,47 @@ type modelPayload struct {
 	generation wire.ID
 	leaseEnd   time.Time
 	claims     map[Claim]time.Time // until when; Generation is left out
-	consumed   bool
+	readers    int
+	reads      map[wire.ID]bool
 	condemned  bool
 	retired    bool
+	outcome    Outcome
+
+	published *Published
+	claimed   bool
+}
+
+func (p *modelPayload) consumed() bool { return len(p.reads) >= p.readers }
+
+// retire ends the payload, for a reason that counts unless all its readers have it.
+func (p *modelPayload) retire(why Outcome) {
+	if p.retired {
+		return
+	}
+	p.retired, p.outcome = true, why
+	if p.consumed() {
+		p.outcome = Read
+	}
+}
+
+// left ends the payload if its last claim was to be its last.
+func (p *modelPayload) left() {
+	switch {
+	case len(p.claims) > 0:
+	case p.condemned:
+		p.retire(Aborted)
+	case p.consumed():
+		p.retire(Read)
+	}
+}
+
+func isClosed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
 }
 
 // model is the store written down naively, with a memory that can always be withdrawn.
@@ -41,11 +79,11 @@ func (m *model) settle(t *rapid.T) {
 			if !now.Before(until) {
 				delete(p.claims, c)
 				m.retry(p, until)
-				p.retired = p.retired || len(p.claims) == 0 && (p.consumed || p.condemned)
+				p.left()
 			}
 		}
 		if len(p.claims) == 0 && !now.Before(p.leaseEnd) {
-			p.retired = true
+			p.retire(Expired)
 		}
 		if p.retired {
 			delete(m.keys, key)
@@ -54,6 +92,10 @@ func (m *model) settle(t *rapid.T) {
 	for _, p := range m.all {
 		if p.memory.isReleased() != p.retired {
 			t.Fatalf("generation %v: released %v, want %v", p.generation, p.memory.isReleased(), p.retired)
+		}
+		if isClosed(p.published.Released()) != p.retired || p.published.Outcome() != p.outcome || isClosed(p.published.Claimed()) != p.claimed {
+			t.Fatalf("generation %v: released %v for %d, claimed %v; want %+v", p.generation, isClosed(p.published.Released()), p.published.Outcome(),
+				isClosed(p.published.Claimed()), p)
 		}
 	}
 	st := m.s.Stats()
@@ -68,7 +110,7 @@ func (m *model) settle(t *rapid.T) {
 
 // retry is the lease of a payload after a reader failed at a time.
 func (m *model) retry(p *modelPayload, at time.Time) {
-	if end := at.Add(m.o.RetryGrace); p.consumed || p.leaseEnd.Before(end) {
+	if end := at.Add(m.o.RetryGrace); p.consumed() || p.leaseEnd.Before(end) {
 		p.leaseEnd = end
 	}
 }
@@ -84,12 +126,15 @@ func (m *model) end(c Claim, consumed bool) (held bool) {
 		return false
 	}
 	delete(p.claims, k)
-	if consumed {
-		p.consumed = true
-	} else {
+	if consumed && len(p.reads) < p.readers {
+		p.reads[c.ID] = true
+	}
+	if !consumed || !p.consumed() {
 		m.retry(p, time.Now())
 	}
-	p.retired = len(p.claims) == 0 && (consumed || p.condemned)
+	if consumed || p.condemned { // after a failure it is kept for another try, even if all have it
+		p.left()
+	}
 	return true
 }
 
@@ -109,7 +154,9 @@ func (m *model) put(t *rapid.T) {
 	key := m.key(t)
 	lease := time.Duration(rapid.IntRange(1, 100).Draw(t, "lease")) * time.Second
 	mem := newMemory(t)
-	g, err := m.s.Put(Put{Key: key, Metadata: wire.Metadata{Size: 1}, Memory: mem, Lease: lease})
+	readers := rapid.IntRange(0, 3).Draw(t, "readers")
+	published, claimed, released := NewPublished(Published{Key: key})
+	g, err := m.s.Put(Put{Key: key, Metadata: wire.Metadata{Size: 1}, Memory: mem, Lease: lease, Readers: readers, Events: Events{claimed, released}})
 	old := m.keys[key]
 	if old != nil && len(old.claims) > 0 {
 		if !errors.Is(err, ErrClaimed) {
@@ -121,9 +168,10 @@ func (m *model) put(t *rapid.T) {
 		t.Fatal(err)
 	}
 	if old != nil {
-		old.retired = true
+		old.retire(Replaced)
 	}
-	p := &modelPayload{memory: mem, generation: g, leaseEnd: time.Now().Add(lease), claims: make(map[Claim]time.Time)}
+	p := &modelPayload{memory: mem, generation: g, leaseEnd: time.Now().Add(lease), claims: make(map[Claim]time.Time),
+		readers: max(1, readers), reads: make(map[wire.ID]bool), published: published}
 	m.keys[key] = p
 	m.all, m.seen = append(m.all, p), append(m.seen, g)
 }
@@ -151,6 +199,7 @@ func (m *model) claim(t *rapid.T) {
 			t.Fatalf("%+v", md)
 		}
 		p.claims[k] = time.Now().Add(m.o.Transfer + m.o.Margin)
+		p.claimed = true
 	} else if !errors.Is(err, ErrNotFound) && !errors.Is(err, ErrFailed) {
 		t.Fatal(err)
 	}
@@ -178,7 +227,7 @@ func (m *model) drop(t *rapid.T) {
 			if c.Owner == owner {
 				delete(p.claims, c)
 				m.retry(p, time.Now())
-				p.retired = len(p.claims) == 0 && (p.consumed || p.condemned)
+				p.left()
 			}
 		}
 	}
@@ -192,7 +241,7 @@ func (m *model) cleanup(t *rapid.T) {
 		t.Fatal(err)
 	}
 	if p != nil && err == nil {
-		p.retired = true
+		p.retire(CleanedUp)
 	}
 }
 
@@ -201,7 +250,9 @@ func (m *model) abort(t *rapid.T) {
 	m.s.Abort(key, "reason")
 	if p := m.keys[key]; p != nil {
 		p.condemned = true
-		p.retired = len(p.claims) == 0
+		if len(p.claims) == 0 {
+			p.retire(Aborted)
+		}
 	}
 }
 
@@ -227,6 +278,9 @@ func TestTheStoreBehavesAsItsModel(t *testing.T) {
 				for _, p := range m.all {
 					if !p.memory.isReleased() {
 						t.Error(fmt.Sprintf("generation %v is left after Close", p.generation))
+					}
+					if !isClosed(p.published.Released()) || p.published.Outcome() == 0 {
+						t.Error(fmt.Sprintf("generation %v: nobody was told of its end", p.generation))
 					}
 				}
 			}()
