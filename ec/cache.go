@@ -112,12 +112,13 @@ type Stats struct {
 // slotTable is what the cache needs of region.SlotTable; tests record the order of writes through it.
 type slotTable interface {
 	Len() int
-	Fill(i int, s region.Slot) (uint64, error)
+	Fill(i int, s *region.Slot) (uint64, error)
 	Ready(i int, checksum uint64, hasChecksum bool)
 	Free(i int)
 	SetHolds(i int, n uint32)
 	SetPins(i int, n uint32)
 	SetGranted(i int, granted bool)
+	Prefetch(i int)
 	Load(i int) (region.Slot, error)
 }
 
@@ -135,26 +136,29 @@ type Cache struct {
 	maxHeld    int       // blocks that held entries may take
 	start      time.Time // holds count from here, on the monotonic clock
 
-	mu          sync.Mutex
-	slots       slotTable
-	alloc       *region.Allocator
-	names       index    // filling and ready entries
-	bySlot      []*entry // also quarantined
-	edges       []uint32 // by block: slot + 1 at the first and last block of each extent, 0 within and where it is free
-	freeSlots   []int32  // a stack
-	evict       policy
-	holds       ring[hold]  // by age, all leases being equal also by end
-	heldOrder   ring[entry] // entries with a hold, by their newest
-	held        tally       // what heldOrder has
-	tally       [classes]tally
-	plan        []*entry // of makeRoom; this and the next four are kept for their memory
-	seeds       []*entry // of planRun
-	found       [region.MaxExtents]region.Extent
-	left, right []reach
-	stuck       int    // so many blocks, or more, are known not to fit in MaxExtents pieces even if all that may go went
-	seq         uint64 // of commits
-	absent      map[string]chan struct{}
-	stats       Stats // the counters only
+	mu           sync.Mutex
+	slots        slotTable
+	alloc        *region.Allocator
+	names        index         // filling and ready entries
+	bySlot       []*entry      // also quarantined
+	edges        []uint32      // by block: slot + 1 at the first and last block of each extent, 0 within and where it is free
+	freeSlots    []int32       // a stack, as the next
+	idle         []*entry      // that are in no slot
+	reservations []Reservation // not used yet
+	filling      region.Slot   // of enter
+	evict        policy
+	holds        ring[hold]  // by age, all leases being equal also by end
+	heldOrder    ring[entry] // entries with a hold, by their newest
+	held         tally       // what heldOrder has
+	tally        [classes]tally
+	plan         []*entry // of makeRoom; this and the next four are kept for their memory
+	seeds        []*entry // of planRun
+	found        [region.MaxExtents]region.Extent
+	left, right  []reach
+	stuck        int    // so many blocks, or more, are known not to fit in MaxExtents pieces even if all that may go went
+	seq          uint64 // of commits
+	absent       map[string]chan struct{}
+	stats        Stats // the counters only
 }
 
 // NewCache takes over a region that nobody else uses and whose slots are all free. The region must outlive the cache.
@@ -359,16 +363,26 @@ type Pin struct {
 	granted bool // counted in entry.granted
 }
 
-// Info describes the entry as it is now.
+// Info describes the entry as it is now. After Release: Absent, and nothing else.
 func (p *Pin) Info() Info {
 	p.e.c.mu.Lock()
 	defer p.e.c.mu.Unlock()
+	if p.over {
+		return Info{}
+	}
 	return p.e.info()
 }
 
 // Buffers are the entry's bytes in the pool, one slice an extent, cut to Spec.Bytes in all. They may be read, not written,
-// until Release.
-func (p *Pin) Buffers() [][]byte { return p.e.buffers() }
+// until Release; nil after it.
+func (p *Pin) Buffers() [][]byte {
+	p.e.c.mu.Lock()
+	defer p.e.c.mu.Unlock()
+	if p.over {
+		return nil
+	}
+	return p.e.c.buffers(p.e.extents, p.e.bytes)
+}
 
 // Release is idempotent.
 func (p *Pin) Release() {

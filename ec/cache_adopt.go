@@ -142,7 +142,7 @@ func (a *adoption) verify(ctx context.Context) error {
 			if ctx.Err() != nil {
 				return context.Cause(ctx)
 			}
-			if checksum((&entry{c: a.c, bytes: f.Bytes, extents: f.Extents}).buffers()) != f.Checksum {
+			if checksum(a.c.buffers(f.Extents, f.Bytes)) != f.Checksum {
 				mu.Lock()
 				wrong[f.slot] = true
 				mu.Unlock()
@@ -209,7 +209,7 @@ func (a *adoption) enter() error {
 			a.c.names.put(e, a.c.names.hash(e.key))
 		}
 		a.c.reclass(e)
-		a.Filling = append(a.Filling, &e.res)
+		a.Filling = append(a.Filling, &Reservation{e, e.gen, e.key})
 	}
 	return nil
 }
@@ -220,12 +220,14 @@ func (a *adoption) entry(f found, p phase) (*entry, error) {
 	if err := c.alloc.Take(f.Extents); err != nil {
 		return nil, fmt.Errorf("ec: slot %d (%q): %w", f.slot, f.Key, err)
 	}
-	e := &entry{c: c, key: f.Key, dtype: f.Dtype, bytes: f.Bytes, slot: f.slot, gen: f.Gen, owner: f.Owner, phase: p, extents: f.Extents}
+	e := c.newEntry()
+	e.key, e.dtype, e.bytes, e.slot, e.gen, e.owner, e.phase, e.extents = f.Key, f.Dtype, f.Bytes, f.slot, f.Gen, f.Owner, p, f.Extents
+	e.blocks = 0
 	for _, x := range f.Extents {
 		e.blocks += int(x.Count)
 	}
+	e.shape = new([2]int64)
 	copy(e.shape[:], f.Shape)
-	e.res.e, e.kept.e = e, e
 	c.bySlot[f.slot] = e
 	c.setEdges(e, uint32(f.slot)+1)
 	if f.Holds > 0 && p != phaseQuarantined {

@@ -245,12 +245,12 @@ func TestHoldsStartAFreshLeaseAfterARestart(t *testing.T) {
 func TestOfTwoReadyEntriesOfOneKeyTheNewerIsServed(t *testing.T) {
 	table := newAuditTable(t, 4)
 	for i, x := range []region.Extent{{Start: 0, Count: 1}, {Start: 3, Count: 1}} {
-		if _, err := table.Fill(i, region.Slot{Key: "k", Dtype: "torch.bfloat16", Shape: []int64{1, testBlock / 2}, Bytes: testBlock, Extents: []region.Extent{x}}); err != nil {
+		if _, err := table.Fill(i, &region.Slot{Key: "k", Dtype: "torch.bfloat16", Shape: []int64{1, testBlock / 2}, Bytes: testBlock, Extents: []region.Extent{x}}); err != nil {
 			t.Fatal(err)
 		}
 		table.Ready(i, 0, false)
 	}
-	if _, err := table.Fill(2, region.Slot{Key: "odd", Dtype: "torch.qint9", Shape: []int64{3}, Bytes: 3, Extents: []region.Extent{{Start: 5, Count: 1}}}); err != nil {
+	if _, err := table.Fill(2, &region.Slot{Key: "odd", Dtype: "torch.qint9", Shape: []int64{3}, Bytes: 3, Extents: []region.Extent{{Start: 5, Count: 1}}}); err != nil {
 		t.Fatal(err)
 	}
 	table.Ready(2, 0, false)

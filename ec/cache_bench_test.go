@@ -10,14 +10,15 @@ import (
 	"github.com/tensorferry/tensorferry/region"
 )
 
-// BenchmarkReserveCommitEvict is one reservation and commit in a full pool, so that each evicts as many blocks as it takes.
-// Keys are as long as vLLM's (64 hexadecimal digits).
+// BenchmarkReserveCommitEvict is one reservation and commit in a full pool of 65536 blocks, so that each evicts as many blocks as
+// it takes. Keys are as long as vLLM's (64 hexadecimal digits).
 func BenchmarkReserveCommitEvict(b *testing.B) {
 	for _, blocks := range []int{1, 32, 1024} {
 		b.Run(fmt.Sprint(blocks), func(b *testing.B) {
-			const entries = 1024
-			c := newRegionCache(b, blocks*entries, 2*entries, CacheOptions{})
-			keys := benchKeys(8 * entries)
+			const pool = 1 << 16
+			entries := pool / blocks
+			c := newRegionCache(b, pool, pool, CacheOptions{})
+			keys := benchKeys(2 * pool)
 			s := spec(blocks)
 			i := 0
 			step := func() {

@@ -170,7 +170,8 @@ func newAuditTable(t interface{ Errorf(string, ...any) }, n int) *auditTable {
 
 func (a *auditTable) Len() int { return len(a.slots) }
 
-func (a *auditTable) Fill(i int, s region.Slot) (uint64, error) {
+func (a *auditTable) Fill(i int, filled *region.Slot) (uint64, error) {
+	s := *filled
 	if a.slots[i].State != region.SlotFree {
 		a.t.Errorf("Fill of slot %d, which is %+v", i, a.slots[i])
 	}
@@ -228,6 +229,8 @@ func (a *auditTable) SetGranted(i int, granted bool) {
 	}
 	a.slots[i].Granted = granted
 }
+
+func (a *auditTable) Prefetch(int) {}
 
 func (a *auditTable) Load(i int) (region.Slot, error) { return a.slots[i], nil }
 

@@ -50,27 +50,46 @@ func (c *Cache) Reserve(key string, s Spec, owner uint64) (*Reservation, error) 
 		c.mu.Unlock()
 		return nil, full
 	}
-	e := &entry{c: c, key: key, dtype: s.Dtype, shape: [2]int64(s.Shape), bytes: s.Bytes, blocks: int(blocks), owner: owner, phase: phaseFilling}
-	e.res.e, e.kept.e = e, e
-	e.extents = slices.Clip(append(e.one[:0], extents...))
+	e := c.newEntry()
+	e.key, e.dtype, e.bytes, e.blocks, e.owner, e.phase = key, s.Dtype, s.Bytes, int(blocks), owner, phaseFilling
+	// What it had in its life before mostly does again: it was evicted for this one.
+	if e.shape == nil || *e.shape != [2]int64(s.Shape) {
+		e.shape = &[2]int64{s.Shape[0], s.Shape[1]}
+	}
+	if !slices.Equal(e.extents, extents) {
+		e.extents = slices.Clone(extents)
+	}
 	err = c.enter(e, hash)
+	r := c.newReservation(e)
 	c.mu.Unlock()
 	c.notify(due)
 	if err != nil {
 		return nil, err
 	}
-	return &e.res, nil
+	return r, nil
+}
+
+// newReservation is of an entry being filled. Many are made in one piece of memory.
+func (c *Cache) newReservation(e *entry) *Reservation {
+	if len(c.reservations) == 0 {
+		c.reservations = make([]Reservation, atOnce)
+	}
+	r := &c.reservations[0]
+	c.reservations = c.reservations[1:]
+	r.e, r.gen, r.key = e, e.gen, e.key
+	return r
 }
 
 // enter gives a new entry a slot and its name.
 func (c *Cache) enter(e *entry, hash uint32) error {
 	last := len(c.freeSlots) - 1
 	e.slot = int(c.freeSlots[last])
-	gen, err := c.slots.Fill(e.slot, region.Slot{
-		Key: e.key, Dtype: e.dtype, Shape: e.shape[:], Bytes: e.bytes, Extents: e.extents, Owner: e.owner,
-	})
+	s := &c.filling
+	s.Key, s.Dtype, s.Shape, s.Bytes, s.Extents, s.Owner = e.key, e.dtype, e.shape[:], e.bytes, e.extents, e.owner
+	gen, err := c.slots.Fill(e.slot, s)
 	if err != nil { // all that Fill checks was checked here, so this is a region that is gone
 		c.giveBack(e.extents)
+		c.drop(e)
 		return fmt.Errorf("ec: reserving %q: %w", e.key, err)
 	}
 	e.gen = gen
@@ -101,26 +120,43 @@ func (c *Cache) fullError(key string, n int) error {
 }
 
 // Reservation is the right to fill one entry. One goroutine uses it at a time.
-type Reservation struct{ e *entry }
+type Reservation struct {
+	e   *entry
+	gen uint64 // of e while that is the entry reserved
+	key string
+}
 
-// Info describes the entry as it is now.
+// Info describes the entry as it is now. Once that is gone: Absent, with key and generation.
 func (r *Reservation) Info() Info {
 	r.e.c.mu.Lock()
 	defer r.e.c.mu.Unlock()
+	if r.e.gen != r.gen {
+		return Info{Key: r.key, Gen: r.gen}
+	}
 	return r.e.info()
 }
 
 // Buffers are the entry's bytes in the pool, one slice an extent, cut to Spec.Bytes in all. Writable until Commit, Discard or
-// the quarantine's end.
-func (r *Reservation) Buffers() [][]byte { return r.e.buffers() }
+// the quarantine's end. Nil once the entry is gone.
+func (r *Reservation) Buffers() [][]byte {
+	r.e.c.mu.Lock()
+	defer r.e.c.mu.Unlock()
+	if r.e.gen != r.gen {
+		return nil
+	}
+	return r.e.c.buffers(r.e.extents, r.e.bytes)
+}
+
+// is tells if the entry reserved is in the given phase.
+func (r *Reservation) is(p phase) bool { return r.e.gen == r.gen && r.e.phase == p }
 
 // Commit makes the entry ready. checksum nil: none is kept. ErrStale if it is over already.
-func (r *Reservation) Commit(checksum *uint64) (Info, error) {
+func (r *Reservation) Commit(checksum *uint64) (info Info, err error) {
 	c, e := r.e.c, r.e
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if e.phase != phaseFilling {
-		return Info{}, fmt.Errorf("%w: %q was committed or given up before", ErrStale, e.key)
+	if !r.is(phaseFilling) {
+		return Info{}, fmt.Errorf("%w: %q was committed or given up before", ErrStale, r.key)
 	}
 	if checksum != nil {
 		e.sum, e.hasSum = *checksum, true
@@ -136,7 +172,8 @@ func (r *Reservation) Commit(checksum *uint64) (Info, error) {
 		c.stats.Fragmented++
 	}
 	e.wake()
-	return e.info(), nil
+	e.describe(&info)
+	return info, nil
 }
 
 // Discard frees the extents at once: nobody may be writing them. It does nothing if the reservation is over already.
@@ -144,7 +181,7 @@ func (r *Reservation) Discard() {
 	c, e := r.e.c, r.e
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if e.phase != phaseFilling {
+	if !r.is(phaseFilling) {
 		return
 	}
 	c.unname(e, phaseGone)
@@ -160,22 +197,22 @@ func (r *Reservation) Quarantine() *Quarantined {
 	c, e := r.e.c, r.e
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if e.phase == phaseFilling {
+	if r.is(phaseFilling) {
 		c.unname(e, phaseQuarantined)
 		c.stats.Quarantines++
 	}
-	return &e.kept
+	return (*Quarantined)(r)
 }
 
 // Quarantined is memory that waits for a transfer to end.
-type Quarantined struct{ e *entry }
+type Quarantined Reservation
 
 // Settle frees it. Idempotent.
 func (q *Quarantined) Settle() {
 	c, e := q.e.c, q.e
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if e.phase != phaseQuarantined {
+	if !(*Reservation)(q).is(phaseQuarantined) {
 		return
 	}
 	e.phase = phaseGone

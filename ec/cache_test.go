@@ -445,7 +445,7 @@ func TestNewCacheRefusesBadOptions(t *testing.T) {
 		t.Errorf("no region: %v", err)
 	}
 	used := newAuditTable(t, 4)
-	if _, err := used.Fill(2, region.Slot{Key: "a", Extents: []region.Extent{{Start: 0, Count: 1}}}); err != nil {
+	if _, err := used.Fill(2, &region.Slot{Key: "a", Extents: []region.Extent{{Start: 0, Count: 1}}}); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := newCache(CacheOptions{}, g, make([]byte, g.PoolBytes()), used); !errors.Is(err, ErrOptions) {
@@ -458,7 +458,7 @@ type brokenTable struct{ *auditTable }
 
 var errBroken = errors.New("broken")
 
-func (brokenTable) Fill(int, region.Slot) (uint64, error) { return 0, errBroken }
+func (brokenTable) Fill(int, *region.Slot) (uint64, error) { return 0, errBroken }
 
 func TestReserveThatCannotBeRecordedTakesNoBlocks(t *testing.T) {
 	c := newTestCache(t, 4, 4, CacheOptions{})

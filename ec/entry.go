@@ -2,8 +2,8 @@ package ec
 
 import "github.com/tensorferry/tensorferry/region"
 
-// phase is where an entry stands in its life: filling, then ready, quarantined or gone; never back. An entry is made for one
-// reservation and never used again, so whoever has a pointer to it, a reservation or a pin, cannot touch its successor.
+// phase is where an entry stands in its life: filling, then ready, quarantined or gone. The next life of its memory is another
+// generation.
 type phase uint8
 
 const (
@@ -32,22 +32,17 @@ type tally struct{ entries, blocks int }
 func (t *tally) add(e *entry)  { t.entries++; t.blocks += e.blocks }
 func (t *tally) take(e *entry) { t.entries--; t.blocks -= e.blocks }
 
-// entry is one key's bytes. What is set by Reserve does not change; the rest is under the cache's lock. It is one allocation.
+// entry is one key's bytes. All of it is under the cache's lock.
+//
+// Entries are used again, since a collector that has to find millions of dead ones takes longer than all that the cache does. So
+// whoever has a pointer to one outside the lock compares generations, or has it pinned; and what callers see of it, shape and
+// extents, lies elsewhere and is never written again.
+//
+// The order of the fields is that of need: in lines of 64 bytes, what eviction looks at, what a reservation sets as well, the rest.
 type entry struct {
-	c       *Cache
-	res     Reservation // the one that fills it
-	kept    Quarantined // what becomes of it if that one gives up
-	key     string
-	dtype   string
-	shape   [2]int64
-	bytes   int64
-	blocks  int
-	extents []region.Extent
-	one     [1]region.Extent // memory of extents, mostly
-	slot    int
-	gen     uint64
-	owner   uint64
-
+	queue   link[entry] // of the eviction policy, as heap, turn and sieve
+	turn    uint64
+	gen     uint64 // 0: gone
 	phase   phase
 	class   class
 	hasSum  bool
@@ -55,18 +50,55 @@ type entry struct {
 	hash    uint32 // of the key, for Cache.names
 	heap    int32  // its place in order.back, from 1; 0: not there
 	pins    int32
+	c       *Cache
+
+	extents []region.Extent
+	watch   chan struct{} // nil: nobody watches
+	slot    int
+	blocks  int
+	holds   int32
 	stored  int32 // pins that the region records
 	granted int32 // pins for grants that the region records
-	holds   int32
-	sum     uint64
-	seq     uint64 // of its commit
-	turn    uint64 // of the eviction policy, as the next two
-	queue   link[entry]
 	sieve   sieveMark
-	watch   chan struct{} // nil: nobody watches
 
+	key   string
+	dtype string
+	shape *[2]int64
+	bytes int64
+	owner uint64
+	seq   uint64 // of its commit
+
+	sum            uint64
 	oldest, newest *hold
 	held           link[entry] // of Cache.heldOrder
+}
+
+// atOnce is how many entries or reservations are allocated together.
+const atOnce = 32
+
+// newEntry is one to be given all that describes it; the rest is as in an entry that nobody has used yet.
+func (c *Cache) newEntry() *entry {
+	if len(c.idle) == 0 {
+		chunk := make([]entry, atOnce)
+		for i := range chunk {
+			chunk[i].c = c
+			c.idle = append(c.idle, &chunk[i])
+		}
+	}
+	last := len(c.idle) - 1
+	e := c.idle[last]
+	c.idle = c.idle[:last]
+	e.pins, e.stored, e.granted, e.seq, e.sieve = 0, 0, 0, 0, sieveMark{}
+	if e.hasSum {
+		e.sum, e.hasSum = 0, false
+	}
+	return e
+}
+
+// drop keeps an entry that is gone for another life.
+func (c *Cache) drop(e *entry) {
+	e.gen = 0
+	c.idle = append(c.idle, e)
 }
 
 func (e *entry) spec() Spec { return Spec{Dtype: e.dtype, Shape: e.shape[:], Bytes: e.bytes} }
@@ -81,22 +113,26 @@ func (e *entry) state() State {
 	return Absent
 }
 
-func (e *entry) info() Info {
-	return Info{
-		Key: e.key, Spec: e.spec(), State: e.state(), Gen: e.gen, Slot: e.slot, Extents: e.extents,
-		Pins: int(e.pins), Holds: int(e.holds), Owner: e.owner, Checksum: e.sum, HasChecksum: e.hasSum,
-	}
+func (e *entry) info() (i Info) {
+	e.describe(&i)
+	return i
 }
 
-// buffers needs no lock: an entry's extents and size never change.
-func (e *entry) buffers() [][]byte {
-	left := e.bytes
-	bufs := make([][]byte, len(e.extents))
-	for i, x := range e.extents {
-		off := int64(x.Start) * e.c.blockBytes
-		n := min(int64(x.Count)*e.c.blockBytes, left)
-		bufs[i] = e.c.pool[off : off+n : off+n]
-		left -= n
+// describe fills in an empty Info. It sets field by field, in place: to copy what was just written takes longer than the rest.
+func (e *entry) describe(i *Info) {
+	i.Key, i.State, i.Gen, i.Slot, i.Extents = e.key, e.state(), e.gen, e.slot, e.extents
+	i.Spec.Dtype, i.Spec.Shape, i.Spec.Bytes = e.dtype, e.shape[:], e.bytes
+	i.Pins, i.Holds, i.Owner, i.Checksum, i.HasChecksum = int(e.pins), int(e.holds), e.owner, e.sum, e.hasSum
+}
+
+// buffers are the parts of the pool that so many bytes in these extents are.
+func (c *Cache) buffers(extents []region.Extent, bytes int64) [][]byte {
+	bufs := make([][]byte, len(extents))
+	for i, x := range extents {
+		off := int64(x.Start) * c.blockBytes
+		n := min(int64(x.Count)*c.blockBytes, bytes)
+		bufs[i] = c.pool[off : off+n : off+n]
+		bytes -= n
 	}
 	return bufs
 }
@@ -162,13 +198,14 @@ func (c *Cache) unname(e *entry, to phase) {
 	e.wake()
 }
 
-// vacate frees the slot of an entry that has no name any more. Its blocks are in no other slot yet: whoever puts them there
-// holds the lock and does it after this.
+// vacate frees the slot of an entry that has no name any more, and the entry for another life, which begins with a Reserve to
+// come. Its blocks are in no other slot yet: whoever puts them there holds the lock and does it after this.
 func (c *Cache) vacate(e *entry) {
 	c.slots.Free(e.slot)
 	c.setEdges(e, 0)
 	c.bySlot[e.slot] = nil
 	c.freeSlots = append(c.freeSlots, int32(e.slot))
+	c.drop(e)
 }
 
 // giveBack frees blocks. That they are in use is the cache's own book-keeping: if that is wrong, going on would hand one

@@ -3,6 +3,9 @@ package ec
 import (
 	"hash/maphash"
 	"math/bits"
+	"unsafe"
+
+	"github.com/tensorferry/tensorferry/internal/prefetch"
 )
 
 // index finds entries by key. It is a table of slot numbers of fixed size, at most half full, searched from a key's place onwards. A
@@ -43,6 +46,9 @@ func (x *index) get(key string, hash uint32) *entry {
 	}
 	return nil
 }
+
+// prefetch asks the processor for the place of a hash.
+func (x *index) prefetch(hash uint32) { prefetch.Lines(unsafe.Pointer(&x.cells[x.place(hash)]), 1) }
 
 // put takes in an entry that is in its slot. There must be none of its key.
 func (x *index) put(e *entry, hash uint32) {

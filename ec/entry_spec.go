@@ -3,6 +3,7 @@ package ec
 import (
 	"fmt"
 	"math"
+	"math/bits"
 	"slices"
 	"strings"
 	"unicode"
@@ -78,10 +79,12 @@ func checkSpec(s Spec) (Spec, error) {
 	if rows <= 0 || width <= 0 {
 		return s, fmt.Errorf("%w: shape %v; both must be above 0", ErrSpec, s.Shape)
 	}
-	if rows > math.MaxInt64/width || rows*width > math.MaxInt64/d.size {
+	over, elements := bits.Mul64(uint64(rows), uint64(width))
+	over2, bytes := bits.Mul64(elements, uint64(d.size))
+	if over != 0 || over2 != 0 || bytes > math.MaxInt64 {
 		return s, fmt.Errorf("%w: shape %v is more than can be counted", ErrSpec, s.Shape)
 	}
-	if want := rows * width * d.size; s.Bytes != want {
+	if want := int64(bytes); s.Bytes != want {
 		return s, fmt.Errorf("%w: %d bytes given, %s%v takes %d", ErrSpec, s.Bytes, d.name, s.Shape, want)
 	}
 	s.Dtype = d.name

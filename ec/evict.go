@@ -27,6 +27,8 @@ type policy interface {
 	freed(e *entry)
 	// cost is how much is lost if an entry goes before its turn, for the sake of its place: in blocks of one that was never used.
 	cost(e *entry) int
+	// coming is the entry that next will most likely give, nil if there is none to name at no cost. It stays.
+	coming() *entry
 	// remove takes out an entry that goes for another reason. It does nothing if the entry was taken out or passed over.
 	remove(e *entry)
 }

@@ -32,6 +32,9 @@ func (o *order) first() *entry {
 	return e
 }
 
+// coming is first but for those put back.
+func (o *order) coming() *entry { return o.queue.front() }
+
 // remove takes out an entry that is in this order.
 func (o *order) remove(e *entry) {
 	if e.queue.linked() {

@@ -2,7 +2,9 @@ package ec
 
 import (
 	"math"
+	"unsafe"
 
+	"github.com/tensorferry/tensorferry/internal/prefetch"
 	"github.com/tensorferry/tensorferry/region"
 )
 
@@ -34,6 +36,11 @@ func (c *Cache) makeRoom(n int) (extents []region.Extent, due []notice, ok bool)
 		return nil, nil, false
 	}
 
+	if free == 0 {
+		if extents, due = c.replace(n); extents != nil {
+			return extents, due, true
+		}
+	}
 	defer c.endPlan()
 	if c.alloc.LargestRun() < n && c.planRun(n, free) {
 		extents, ok = c.alloc.AppendAlloc(c.found[:0], n, 1)
@@ -70,6 +77,38 @@ func (c *Cache) makeRoom(n int) (extents []region.Extent, due []notice, ok bool)
 	}
 	return extents, due, true
 }
+
+// replace is makeRoom for a full pool where the first to go has just n blocks, in one extent: they are then the new entry's. It gives
+// what planRun and the allocator would, which need not know. Else nil, and nothing has changed.
+func (c *Cache) replace(n int) ([]region.Extent, []notice) {
+	v := c.evict.next()
+	switch {
+	case v == nil:
+		return nil, nil
+	case v.blocks != n || len(v.extents) > 1:
+		c.evict.putBack(v)
+		return nil, nil
+	}
+	c.expect()
+	return v.extents, c.evictNow(v, nil)
+}
+
+// expect asks the processor for what the next replace will touch. Of all that the cache has, that was touched longest ago, and to
+// wait for memory takes as long as all else; it comes while others do something else.
+func (c *Cache) expect() {
+	e := c.evict.coming()
+	if e == nil {
+		return
+	}
+	c.slots.Prefetch(e.slot)
+	c.names.prefetch(e.hash)
+	prefetch.Lines(unsafe.Pointer(e.queue.next), entryLines) // the one after it, whose slot is asked for the next time
+}
+
+// Of an entry, so many lines are touched when it goes and another comes. A link is where its entry begins.
+const entryLines = 3
+
+var _ [0]struct{} = [unsafe.Offsetof(entry{}.queue)]struct{}{}
 
 // planOn adds a victim to the plan: its blocks are free in the allocator, nothing else has changed.
 func (c *Cache) planOn(v *entry) {
@@ -110,7 +149,7 @@ func (c *Cache) nextVictim() *entry {
 	return v
 }
 
-// evictNow evicts an entry whose blocks are free already.
+// evictNow evicts an entry whose blocks are another's already, or free.
 func (c *Cache) evictNow(v *entry, due []notice) []notice {
 	if v.holds > 0 {
 		c.stats.HoldsDropped += uint64(v.holds)

@@ -64,6 +64,8 @@ func (s *sieve) next() *entry {
 	return nil
 }
 
+func (s *sieve) coming() *entry { return s.orders[s.now].coming() }
+
 func (s *sieve) putBack(e *entry) {
 	if !e.queued() {
 		s.put(e, s.now) // the hand goes back to it

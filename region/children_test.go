@@ -104,7 +104,7 @@ func childEntries(args []string) {
 			Key: fmt.Sprintf("key-%d-%d", n, blocks), Dtype: "torch.bfloat16", Shape: []int64{int64(blocks), 128},
 			Bytes: int64(blocks) * 256, Extents: e, Owner: uint64(n),
 		}
-		gen := must(table.Fill(i, s))
+		gen := must(table.Fill(i, &s))
 		for _, x := range e {
 			b := pool[int64(x.Start)*256:][:int64(x.Count)*256]
 			for k := range b {

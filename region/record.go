@@ -17,8 +17,8 @@ import (
 //	      2      owner
 //	      then   dimensions, extents (start | count << 32), dtype and key in whole words, padded with zeros
 type record struct {
-	n     int
-	words [recordWords]uint64
+	n    int
+	slot [slotWords]uint64 // a whole slot, so that Fill stores it in one piece; the record's words are at wordRecord
 }
 
 const recordFixed = 3
@@ -41,9 +41,11 @@ func unpackLengths(l uint64) (key, dtype, dims, extents int) {
 
 func wordsFor(bytes int) int { return (bytes + 7) / 8 }
 
+func (r *record) words() *[recordWords]uint64 { return (*[recordWords]uint64)(r.slot[wordRecord:]) }
+
 // sum binds the record to one generation, so that what an earlier entry left in the slot never passes for it.
 func (r *record) sum(gen uint64) uint64 {
-	return xxh3.HashSeed(unsafe.Slice((*byte)(unsafe.Pointer(&r.words)), r.n*8), gen)
+	return xxh3.HashSeed(unsafe.Slice((*byte)(unsafe.Pointer(r.words())), r.n*8), gen)
 }
 
 // encode checks and packs s.
@@ -51,16 +53,17 @@ func (r *record) encode(s *Slot, g Geometry) error {
 	if err := checkEntry(s, g); err != nil {
 		return err
 	}
-	r.words[0] = uint64(len(s.Key)-1) | uint64(len(s.Dtype))<<8 | uint64(len(s.Shape))<<16 | uint64(len(s.Extents))<<24
-	r.words[1] = uint64(s.Bytes)
-	r.words[2] = s.Owner
+	w := r.words()
+	w[0] = uint64(len(s.Key)-1) | uint64(len(s.Dtype))<<8 | uint64(len(s.Shape))<<16 | uint64(len(s.Extents))<<24
+	w[1] = uint64(s.Bytes)
+	w[2] = s.Owner
 	n := recordFixed
 	for _, d := range s.Shape {
-		r.words[n] = uint64(d)
+		w[n] = uint64(d)
 		n++
 	}
 	for _, e := range s.Extents {
-		r.words[n] = uint64(e.Start) | uint64(e.Count)<<32
+		w[n] = uint64(e.Start) | uint64(e.Count)<<32
 		n++
 	}
 	n += r.putText(n, s.Dtype)
@@ -71,13 +74,16 @@ func (r *record) encode(s *Slot, g Geometry) error {
 
 func (r *record) putText(at int, s string) int {
 	n := wordsFor(len(s))
+	if n > 0 {
+		r.words()[at+n-1] = 0
+	}
 	copy(r.bytes(at, n*8), s)
 	return n
 }
 
 // bytes is a view of the words from at on.
 func (r *record) bytes(at, n int) []byte {
-	return (*[recordWords * 8]byte)(unsafe.Pointer(&r.words))[at*8 : at*8+n]
+	return (*[recordWords * 8]byte)(unsafe.Pointer(r.words()))[at*8 : at*8+n]
 }
 
 // load copies the words out of a slot, false if their lengths are impossible.
@@ -88,27 +94,29 @@ func (r *record) load(w *[slotWords]uint64) bool {
 		return false
 	}
 	r.n = n
-	r.words[0] = lengths
+	to := r.words()
+	to[0] = lengths
 	for i := 1; i < n; i++ {
-		r.words[i] = atomic.LoadUint64(&w[wordRecord+i])
+		to[i] = atomic.LoadUint64(&w[wordRecord+i])
 	}
 	return true
 }
 
 // decode unpacks into s and checks it. The lengths were checked by load.
 func (r *record) decode(s *Slot, g Geometry) error {
-	key, dtype, dims, extents := unpackLengths(r.words[0])
-	s.Bytes = int64(r.words[1])
-	s.Owner = r.words[2]
+	w := r.words()
+	key, dtype, dims, extents := unpackLengths(w[0])
+	s.Bytes = int64(w[1])
+	s.Owner = w[2]
 	at := recordFixed
 	s.Shape = make([]int64, dims)
 	for i := range s.Shape {
-		s.Shape[i] = int64(r.words[at+i])
+		s.Shape[i] = int64(w[at+i])
 	}
 	at += dims
 	s.Extents = make([]Extent, extents)
 	for i := range s.Extents {
-		s.Extents[i] = Extent{Start: uint32(r.words[at+i]), Count: uint32(r.words[at+i] >> 32)}
+		s.Extents[i] = Extent{Start: uint32(w[at+i]), Count: uint32(w[at+i] >> 32)}
 	}
 	at += extents
 	s.Dtype = string(r.bytes(at, dtype))

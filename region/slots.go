@@ -5,6 +5,8 @@ import (
 	"math/bits"
 	"sync/atomic"
 	"unsafe"
+
+	"github.com/tensorferry/tensorferry/internal/prefetch"
 )
 
 // Limits of a slot, fixed by the file format.
@@ -27,9 +29,9 @@ const (
 //	      6      1: granted to peers that may READ it by an agent that outlives the owner
 //	      8..63  the record (see record.go), constant from Fill to Free
 //
-// The order of stores makes a table truthful at whatever instruction its owner is killed. Fill stores word 0 as filling, then the
-// rest: a record that is half written has a wrong checksum, and its extents were not handed out yet. Ready stores words 3 and 4,
-// then word 0. Free stores word 0. Words 5 and 6 are stored before a client or a peer is told,
+// The order of stores makes a table truthful at whatever instruction its owner is killed. Fill stores word 0 as filling, then words
+// 2 to the end of the record, then word 1: a record that is half written has a wrong checksum, and its extents were not handed out
+// yet. Ready stores words 3 and 4, then word 0. Free stores word 0. Words 5 and 6 are stored before a client or a peer is told,
 // and after it let go.
 const (
 	slotWords    = SlotBytes / 8
@@ -95,6 +97,7 @@ type SlotTable struct {
 	gen      *uint64 // the generation given last
 	geometry Geometry
 	writable bool
+	filling  record // of Fill, for its memory
 }
 
 // newSlotTable is over a mapped file, from its first byte.
@@ -122,9 +125,9 @@ func (t *SlotTable) writableSlot(i int) *[slotWords]uint64 {
 func (t *SlotTable) Len() int { return t.geometry.Slots }
 
 // Fill writes a reservation: state filling and a new generation are visible before any byte of the extents may change.
-// It returns the generation. State, Gen, Checksum, HasChecksum, Pins and Granted of s are ignored. ErrSlot: the slot is not free, or
-// s does not fit the format or the pool; nothing has changed then.
-func (t *SlotTable) Fill(i int, s Slot) (uint64, error) {
+// It returns the generation, and keeps nothing of s. State, Gen, Checksum, HasChecksum, Pins and Granted of s are ignored. ErrSlot:
+// the slot is not free, or s does not fit the format or the pool; nothing has changed then.
+func (t *SlotTable) Fill(i int, s *Slot) (uint64, error) {
 	if uint(i) >= uint(t.Len()) {
 		return 0, fmt.Errorf("%w: %d of %d", ErrSlot, i, t.Len())
 	}
@@ -132,18 +135,16 @@ func (t *SlotTable) Fill(i int, s Slot) (uint64, error) {
 	if now := atomic.LoadUint64(&w[wordState]); stateOf(now) != SlotFree {
 		return 0, fmt.Errorf("%w: slot %d is %s", ErrSlot, i, stateOf(now))
 	}
-	var r record
-	if err := r.encode(&s, t.geometry); err != nil {
+	r := &t.filling
+	if err := r.encode(s, t.geometry); err != nil {
 		return 0, fmt.Errorf("%w: %v", ErrSlot, err)
 	}
-	gen := atomic.AddUint64(t.gen, 1)
+	gen := atomic.LoadUint64(t.gen) + 1
+	storeWord(t.gen, gen)
+	r.slot[wordHolds] = uint64(s.Holds)
 	storeWord(&w[wordState], gen<<stateBits|uint64(SlotFilling))
-	storeWord(&w[wordHolds], uint64(s.Holds))
-	storeWord(&w[wordFlags], 0)
-	storeWord(&w[wordPins], 0)
-	storeWord(&w[wordGranted], 0)
+	storeWords(w[wordHolds:], r.slot[wordHolds:wordRecord+r.n])
 	storeWord(&w[wordSum], r.sum(gen))
-	storeWords(w[wordRecord:], r.words[:r.n])
 	return gen, nil
 }
 
@@ -166,6 +167,13 @@ func (t *SlotTable) Ready(i int, checksum uint64, hasChecksum bool) {
 func (t *SlotTable) Free(i int) {
 	w := t.writableSlot(i)
 	storeWord(&w[wordState], genOf(atomic.LoadUint64(&w[wordState]))<<stateBits|uint64(SlotFree))
+}
+
+// Prefetch asks the processor to bring what Free, Fill and Ready will touch of a slot into its cache, for an entry of a common size.
+// It changes nothing.
+func (t *SlotTable) Prefetch(i int) {
+	const commonWords = wordRecord + 16 // see record
+	prefetch.Lines(unsafe.Pointer(t.slot(i)), commonWords*8/prefetch.Line)
 }
 
 // SetHolds records the number of holds.

@@ -34,7 +34,7 @@ func someSlot() Slot {
 
 func mustFill(t *testing.T, table *SlotTable, i int, s Slot) uint64 {
 	t.Helper()
-	gen, err := table.Fill(i, s)
+	gen, err := table.Fill(i, &s)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -64,7 +64,7 @@ func TestSlotGoesFromFillingToReadyToFreeAndEveryGenerationIsNew(t *testing.T) {
 	if table.Check(2, gen) {
 		t.Error("a filling slot passes for ready")
 	}
-	if _, err := table.Fill(2, s); !errors.Is(err, ErrSlot) {
+	if _, err := table.Fill(2, &s); !errors.Is(err, ErrSlot) {
 		t.Errorf("Fill of a filling slot: %v", err)
 	}
 
@@ -136,14 +136,14 @@ func TestFillRefusesWhatDoesNotFitAndChangesNothing(t *testing.T) {
 		table := memoryTable(tableGeometry)
 		s := someSlot()
 		change(&s)
-		if _, err := table.Fill(1, s); !errors.Is(err, ErrSlot) {
+		if _, err := table.Fill(1, &s); !errors.Is(err, ErrSlot) {
 			t.Errorf("%s: %v", name, err)
 		}
 		wantSlot(t, table, 1, Slot{})
 	}
 	table := memoryTable(tableGeometry)
 	for _, i := range []int{-1, 8, math.MaxInt} {
-		if _, err := table.Fill(i, someSlot()); !errors.Is(err, ErrSlot) {
+		if _, err := table.Fill(i, new(someSlot())); !errors.Is(err, ErrSlot) {
 			t.Errorf("Fill(%d): %v", i, err)
 		}
 		if _, err := table.Load(i); !errors.Is(err, ErrSlot) {
@@ -159,7 +159,7 @@ func TestWriteToAnAttachedTablePanics(t *testing.T) {
 	table := memoryTable(tableGeometry)
 	table.writable = false
 	for name, write := range map[string]func(){
-		"Fill":     func() { table.Fill(0, someSlot()) },
+		"Fill":     func() { table.Fill(0, new(someSlot())) },
 		"Ready":    func() { table.Ready(0, 0, false) },
 		"Free":     func() { table.Free(0) },
 		"SetHolds": func() { table.SetHolds(0, 1) },
@@ -197,13 +197,13 @@ func TestHalfWrittenRecordIsFillingWithoutARecord(t *testing.T) {
 			return s
 		})
 		before, after := slots.Draw(t, "before"), slots.Draw(t, "after")
-		if _, err := table.Fill(0, before); err != nil {
+		if _, err := table.Fill(0, &before); err != nil {
 			t.Fatal(err)
 		}
 		table.Ready(0, 1, true)
 		table.Free(0)
 		old := *table.slot(0)
-		gen, err := table.Fill(0, after)
+		gen, err := table.Fill(0, &after)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -234,12 +234,15 @@ func TestHalfWrittenRecordIsFillingWithoutARecord(t *testing.T) {
 
 // storesOfFill are the words that Fill stores, in its order.
 func storesOfFill(s Slot) []int {
-	words := []int{wordState, wordHolds, wordFlags, wordSum}
-	n := recordFixed + len(s.Shape) + len(s.Extents) + (len(s.Dtype)+7)/8 + (len(s.Key)+7)/8
-	for i := range n {
-		words = append(words, wordRecord+i)
+	words := []int{wordState}
+	for w := range wordRecord + wordsOfRecord(s) - wordHolds {
+		words = append(words, wordHolds+w)
 	}
-	return words
+	return append(words, wordSum)
+}
+
+func wordsOfRecord(s Slot) int {
+	return recordFixed + len(s.Shape) + len(s.Extents) + (len(s.Dtype)+7)/8 + (len(s.Key)+7)/8
 }
 
 func TestDamagedReadyRecordIsErrFormat(t *testing.T) {
@@ -247,7 +250,7 @@ func TestDamagedReadyRecordIsErrFormat(t *testing.T) {
 	mustFill(t, table, 0, someSlot())
 	table.Ready(0, 0, false)
 	good := *table.slot(0)
-	n := len(storesOfFill(someSlot())) - 4
+	n := wordsOfRecord(someSlot())
 	for w := wordSum; w < wordRecord+n; w++ {
 		if w != wordSum && w < wordRecord {
 			continue // holds, checksum and flags are not part of the record
@@ -326,7 +329,7 @@ func FuzzLoad(f *testing.F) {
 	table := memoryTable(tableGeometry)
 	f.Add([]byte{}, false)
 	f.Add(bytes.Repeat([]byte{0xff}, SlotBytes), false)
-	table.Fill(0, someSlot())
+	table.Fill(0, new(someSlot()))
 	f.Add(bytes.Clone(slotBytes(table)), false)
 	table.Ready(0, 5, true)
 	f.Add(bytes.Clone(slotBytes(table)), true)
@@ -349,7 +352,7 @@ func FuzzLoad(f *testing.F) {
 			t.Fatalf("%+v", s)
 		}
 		if s.Key != "" {
-			if _, err := table.Fill(1, s); err != nil {
+			if _, err := table.Fill(1, &s); err != nil {
 				t.Fatalf("Load gave %+v, Fill says %v", s, err)
 			}
 		}
@@ -365,7 +368,7 @@ func BenchmarkSlotTable(b *testing.B) {
 	s := someSlot()
 	gens := make([]uint64, table.Len())
 	for i := range table.Len() {
-		gens[i], _ = table.Fill(i, s)
+		gens[i], _ = table.Fill(i, &s)
 		table.Ready(i, 1, true)
 	}
 	order := rand.New(rand.NewPCG(1, 2)).Perm(table.Len())
@@ -390,7 +393,7 @@ func BenchmarkSlotTable(b *testing.B) {
 		for n := 0; b.Loop(); n++ {
 			i := order[n%len(order)]
 			table.Free(i)
-			if _, err := table.Fill(i, s); err != nil {
+			if _, err := table.Fill(i, &s); err != nil {
 				b.Fatal(err)
 			}
 			table.Ready(i, 1, true)

@@ -311,7 +311,7 @@ func TestValidTellsIfTheBytesAreStillTheEntrys(t *testing.T) {
 	f := newFakeNode(t)
 	c, _ := f.dialAgain(time.Minute)
 	slot := region.Slot{Key: "k", Dtype: testSpec.Dtype, Shape: testSpec.Shape, Bytes: testSpec.Bytes, Extents: []region.Extent{{Start: 1, Count: 1}}}
-	gen, err := f.region.Slots().Fill(3, slot)
+	gen, err := f.region.Slots().Fill(3, &slot)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -300,7 +300,7 @@ func witnessed(t *testing.T, r *region.Region, p transfer.Peer) {
 		}
 	}
 	fill := func() uint64 {
-		gen, err := r.Slots().Fill(0, region.Slot{Key: "k", Dtype: "d", Shape: []int64{1}, Bytes: 1, Extents: []region.Extent{{Count: 1}}})
+		gen, err := r.Slots().Fill(0, &region.Slot{Key: "k", Dtype: "d", Shape: []int64{1}, Bytes: 1, Extents: []region.Extent{{Count: 1}}})
 		if err != nil {
 			t.Fatal(err)
 		}
