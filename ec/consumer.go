@@ -239,15 +239,15 @@ func (c *Consumer) fetch(ctx context.Context, key string, a *Announcement, owner
 	if a == nil {
 		a = &Announcement{}
 	}
-	if info, state := c.o.Cache.Lookup(key); state == Ready {
-		if !c.fits(a, info.Spec) {
-			return Result{Outcome: FetchConflict, Err: fmt.Errorf("%w: %q is %v here, announced as %v, %d bytes", ErrConflict, key, info.Spec, a.Shape, a.SizeBytes)}
-		}
-		return Result{Outcome: FetchReady, Info: info, Bytes: info.Spec.Bytes, Plane: PlaneLocal}
+	if r, ok := c.ready(key, a); ok {
+		return r
 	}
 	w, err := c.wanted(key, a)
 	if err != nil {
 		return Result{Outcome: outcomeOf(err), Err: err}
+	}
+	if r, ok := c.readOneSided(ctx, w, owner); ok {
+		return r
 	}
 	for {
 		f, joined, err := c.join(w, owner)
@@ -270,6 +270,18 @@ func (c *Consumer) fetch(ctx context.Context, key string, a *Announcement, owner
 		}
 		return f.result
 	}
+}
+
+// ready is the result for an entry that the pool has; false if it has none that is ready.
+func (c *Consumer) ready(key string, a *Announcement) (Result, bool) {
+	info, state := c.o.Cache.Lookup(key)
+	switch {
+	case state != Ready:
+		return Result{}, false
+	case !c.fits(a, info.Spec):
+		return Result{Outcome: FetchConflict, Err: fmt.Errorf("%w: %q is %v here, announced as %v, %d bytes", ErrConflict, key, info.Spec, a.Shape, a.SizeBytes)}, true
+	}
+	return Result{Outcome: FetchReady, Info: info, Bytes: info.Spec.Bytes, Plane: PlaneLocal}, true
 }
 
 func canceled(err error) Result { return Result{Outcome: FetchCanceled, Err: err} }

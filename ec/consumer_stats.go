@@ -6,6 +6,8 @@ import "sync/atomic"
 type ConsumerStats struct {
 	Outcomes       [outcomes]uint64 // by Outcome, one a call of Fetch
 	Bytes          uint64           // pulled from peers
+	OneSided       uint64           // pulls that asked nobody
+	Overtaken      uint64           // READs of such pulls that were of no use, mostly because the entry went meanwhile
 	Requests       uint64
 	NotReady       uint64 // answers NOT_READY
 	AckTimeouts    uint64
@@ -27,7 +29,7 @@ type ConsumerStats struct {
 type consumerCounters struct {
 	outcomes [outcomes]atomic.Uint64
 
-	bytes, requests, notReady, ackTimeouts, readErrors, retries, verifyFailed, checksumFailed, lateAcks, badAcks, badFrames,
+	bytes, oneSided, overtaken, requests, notReady, ackTimeouts, readErrors, retries, verifyFailed, checksumFailed, lateAcks, badAcks, badFrames,
 	quarantines, overdue atomic.Uint64
 
 	quarantined, flights atomic.Int64
@@ -38,6 +40,8 @@ func (c *Consumer) Stats() ConsumerStats {
 	n := &c.stats
 	s := ConsumerStats{
 		Bytes:          n.bytes.Load(),
+		OneSided:       n.oneSided.Load(),
+		Overtaken:      n.overtaken.Load(),
 		Requests:       n.requests.Load(),
 		NotReady:       n.notReady.Load(),
 		AckTimeouts:    n.ackTimeouts.Load(),

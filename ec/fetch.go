@@ -396,7 +396,7 @@ func (f *flight) finish(ev event, dest fate) {
 	case free:
 		f.res.Discard()
 	case quarantine:
-		f.quarantine()
+		f.c.quarantine(f.want, f.res, f.read, f.peer, f.link)
 	case commit:
 		info, err := f.res.Commit(f.sum)
 		if err != nil {
@@ -410,9 +410,7 @@ func (f *flight) finish(ev event, dest fate) {
 	if f.result.Outcome != FetchReady {
 		f.result = Result{Outcome: outcomeOf(f.err), Err: f.err}
 	}
-	if dest != quarantine {
-		f.endRead()
-	}
+	f.endRead()
 	if f.peer != nil {
 		f.c.release(f.peer)
 	}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/control"
 	"github.com/tensorferry/tensorferry/ec/wire"
+	"github.com/tensorferry/tensorferry/region"
 	"github.com/tensorferry/tensorferry/transfer"
 	"github.com/tensorferry/tensorferry/transfer/transfertest"
 )
@@ -237,8 +238,9 @@ type hookPlane struct {
 	// read, if set, is called for each READ with its number, from 0, and may make another of it.
 	read func(n int, p transfer.Peer, r transfer.ReadRequest) (transfer.Read, error)
 
-	// see, if set, makes its peers witnesses.
-	see func(slot uint32, gen uint64) bool
+	// see, if set, makes its peers witnesses; slot is what they see of a slot.
+	see  func(slot uint32, gen uint64) bool
+	slot func(slot uint32) (region.Slot, bool)
 
 	mu     sync.Mutex
 	reads  int
@@ -267,7 +269,7 @@ func (p *hookPlane) AddPeer(ctx context.Context, metadata []byte) (transfer.Peer
 	p.opened++
 	p.mu.Unlock()
 	if p.see != nil {
-		return seeing{&hookPeer{in, p}, p.see}, nil
+		return seeing{&hookPeer{in, p}, p.see, p.slot}, nil
 	}
 	return &hookPeer{in, p}, nil
 }

@@ -242,13 +242,13 @@ func checksum(bufs [][]byte) uint64 {
 
 // quarantine gives the key up but not the memory: the plane may write it until the READ has ended. No clock frees it. After
 // Timeouts.Quarantine, or when the consumer closes, the peer's link is closed under the READ, which is the most that can be asked
-// of a plane.
-func (f *flight) quarantine() {
-	c, rd, l, p := f.c, f.read, f.link, f.peer
-	q := f.res.Quarantine()
+// of a plane. It takes a reference of the link of its own.
+func (c *Consumer) quarantine(w wanted, res *Reservation, rd transfer.Read, p *peer, l *planeLink) {
+	q := res.Quarantine()
 	c.stats.quarantined.Add(1)
 	c.stats.quarantines.Add(1)
 	c.work.Add(1)
+	p.link(l)
 	rd.Cancel()
 	go func() {
 		defer c.work.Done()
@@ -261,8 +261,8 @@ func (f *flight) quarantine() {
 			<-rd.Done()
 		case <-overdue.C:
 			c.stats.overdue.Add(1)
-			c.log.warn("overdue", f.want.addr, "a READ that was given up has not ended; its destination stays in quarantine until it does",
-				"key", f.want.key, "plane", l.name, "bytes", f.want.spec.Bytes, "since", c.t.Quarantine)
+			c.log.warn("overdue", w.addr, "a READ that was given up has not ended; its destination stays in quarantine until it does",
+				"key", w.key, "plane", l.name, "bytes", w.spec.Bytes, "since", c.t.Quarantine)
 			p.drop(l)
 			<-rd.Done()
 		}

@@ -328,9 +328,16 @@ func TestALostVerifyIsAskedAgainBeforeTheBytesAre(t *testing.T) {
 type seeing struct {
 	transfer.Peer
 	holds func(slot uint32, gen uint64) bool
+	slot  func(slot uint32) (region.Slot, bool)
 }
 
 func (s seeing) Holds(slot uint32, gen uint64) bool { return s.holds(slot, gen) }
+func (s seeing) Slot(slot uint32) (region.Slot, bool) {
+	if s.slot == nil {
+		return region.Slot{}, false
+	}
+	return s.slot(slot)
+}
 
 func TestAPlaneThatSeesTheSlotSparesTheWaitForVerify(t *testing.T) {
 	for _, holds := range []bool{true, false} {

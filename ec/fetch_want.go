@@ -15,7 +15,8 @@ type wanted struct {
 	spec   Spec
 	blocks int64
 	host   string
-	addr   string // host:port
+	addr   string  // host:port
+	slot   *uint32 // in the producer's table; nil: not said
 }
 
 // wanted checks a key and its announcement before anything is allocated or dialled.
@@ -23,7 +24,7 @@ type wanted struct {
 // Generation 1 announces no shape. One block is then one row: the peers' block is the width of the language model's embedding
 // times the bytes of an element, and in that generation an encoding has this width.
 func (c *Consumer) wanted(key string, a *Announcement) (wanted, error) {
-	w := wanted{key: key, host: a.PeerHost}
+	w := wanted{key: key, host: a.PeerHost, slot: a.Slot}
 	if err := checkKey(key); err != nil {
 		return w, err
 	}

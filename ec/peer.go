@@ -39,6 +39,7 @@ type peer struct {
 	flights map[string]*flight    // by key: those that expect messages
 	links   map[string]*planeLink // by name of plane
 
+	untold     []wire.PulledEntry     // pulls that the producer has not been told of
 	asked      map[string][]time.Time // by key: requests without an answer
 	unanswered int                    // of all keys
 }
@@ -64,11 +65,7 @@ func (c *Consumer) acquire(addr string) (*peer, error) {
 		}
 		c.peers[addr] = p
 	}
-	p.refs++
-	if p.idle != nil {
-		p.idle.Stop()
-		p.idle = nil
-	}
+	c.use(p)
 	c.mu.Unlock()
 
 	p.dialled.Do(p.dial)
@@ -80,6 +77,15 @@ func (c *Consumer) acquire(addr string) (*peer, error) {
 		return nil, fmt.Errorf("%w: %s: %w", ErrUnreachable, addr, err)
 	}
 	return p, nil
+}
+
+// use counts a user of a peer, whom release ends. Called with the lock held.
+func (c *Consumer) use(p *peer) {
+	p.refs++
+	if p.idle != nil {
+		p.idle.Stop()
+		p.idle = nil
+	}
 }
 
 func (p *peer) dial() {
@@ -397,6 +403,13 @@ func (l *planeLink) stale(keep time.Duration) bool {
 	default:
 		return false
 	}
+}
+
+// link takes another reference of a link that the caller has one of.
+func (p *peer) link(l *planeLink) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	l.refs++
 }
 
 func (p *peer) unlink(l *planeLink) {

@@ -187,6 +187,8 @@ func (p *Producer) Message(from control.Source, body []byte) {
 		p.request(from, m)
 	case *wire.Verify:
 		p.verify(from, m)
+	case *wire.Pulled:
+		p.pulled(m)
 	}
 }
 
@@ -399,6 +401,26 @@ func (p *Producer) verify(from control.Source, v *wire.Verify) {
 		}
 	})
 	_ = p.send(from.ID, wire.AppendVerified(nil, &wire.Verified{Key: v.Key, Session: v.Session, Grant: v.Grant, Gen: v.Gen, OK: ok}))
+}
+
+// pulled counts as uses of entries what own peers read without asking, and ends a hold for each. It says nothing of generations that are
+// gone.
+func (p *Producer) pulled(m *wire.Pulled) {
+	pool := p.pools[m.CompatHash]
+	if pool == nil {
+		return
+	}
+	for _, e := range m.Entries {
+		pin, err := pool.cache.Pin(e.Key)
+		if err != nil {
+			continue
+		}
+		if pin.Info().Gen == e.Gen {
+			pool.cache.DropHold(e.Key)
+		}
+		pin.Release()
+	}
+	p.count(func(s *ProducerStats) { s.Pulled += uint64(len(m.Entries)) })
 }
 
 // notified is called by planes: the READ of a plain peer is complete. Own peers verify instead.

@@ -11,6 +11,7 @@ type ProducerStats struct {
 	LeaseExpiries  uint64
 	VerifiesOK     uint64 // own peers whose READ was of the granted bytes
 	VerifiesFailed uint64 // own peers that were told to read again
+	Pulled         uint64 // READs of own peers that asked nobody
 	Notified       uint64 // plain peers' READs complete
 	AgentGone      uint64 // grants of plain peers that ended with the agent that served them
 	Rotations      uint64 // of the agent that serves plain peers

@@ -123,13 +123,13 @@ func (e *engines) accept(sock *net.UnixConn) {
 	defer e.mu.Unlock()
 	if e.closing {
 		e.counters.refused.Add(1)
-		_ = conn.Send(&api.Refused{Code: api.CodeClosing, Message: "the node is ending"}, api.MaxReplyFrame)
+		_ = conn.Send(api.MaxReplyFrame, &api.Refused{Code: api.CodeClosing, Message: "the node is ending"})
 		_ = conn.Close()
 		return
 	}
 	if len(e.sessions) >= maxSessions {
 		e.counters.refused.Add(1)
-		_ = conn.Send(&api.Refused{Code: api.CodeLimit, Message: fmt.Sprintf("the node serves at most %d engines", maxSessions)}, api.MaxReplyFrame)
+		_ = conn.Send(api.MaxReplyFrame, &api.Refused{Code: api.CodeLimit, Message: fmt.Sprintf("the node serves at most %d engines", maxSessions)})
 		_ = conn.Close()
 		return
 	}
@@ -159,7 +159,7 @@ func (e *engines) close(ctx context.Context) (ended bool, err error) {
 	e.mu.Lock()
 	e.closing = true
 	for _, s := range e.sessions {
-		_ = s.conn.Send(&api.Refused{Code: api.CodeClosing, Message: "the node is ending"}, api.MaxReplyFrame)
+		_ = s.conn.Send(api.MaxReplyFrame, &api.Refused{Code: api.CodeClosing, Message: "the node is ending"})
 		_ = s.conn.Close()
 	}
 	e.mu.Unlock()

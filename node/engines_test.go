@@ -39,7 +39,7 @@ func greetByHand(sock *net.UnixConn) (*api.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := conn.Send(&api.Hello{Version: 1, MinVersion: 1}, api.MaxRequestFrame); err != nil {
+	if err := conn.Send(api.MaxRequestFrame, &api.Hello{Version: 1, MinVersion: 1}); err != nil {
 		return nil, err
 	}
 	m, f, err := conn.ReceiveWithFile()
@@ -59,7 +59,7 @@ func reserveByHand(sock *net.UnixConn, key string, rows int) error {
 		return err
 	}
 	s := spec(rows)
-	if err := conn.Send(&api.Request{ID: 1, Ops: []api.Op{{Kind: api.OpReserve, Key: key, Dtype: s.Dtype, Shape: s.Shape, Bytes: s.Bytes}}}, api.MaxRequestFrame); err != nil {
+	if err := conn.Send(api.MaxRequestFrame, &api.Request{ID: 1, Ops: []api.Op{{Kind: api.OpReserve, Key: key, Dtype: s.Dtype, Shape: s.Shape, Bytes: s.Bytes}}}); err != nil {
 		return err
 	}
 	m, err := conn.Receive()
@@ -372,7 +372,7 @@ func TestHandshakesAreRefusedWithAReason(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := conn.Send(c.first, api.MaxRequestFrame); err != nil {
+		if err := conn.Send(api.MaxRequestFrame, c.first); err != nil {
 			t.Fatal(err)
 		}
 		m, f, err := conn.ReceiveWithFile()

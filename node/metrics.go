@@ -58,6 +58,8 @@ var (
 
 	mFetches        = counter("fetches_total", "Fetches by outcome.", "pool", "outcome")
 	mFetchedBytes   = counter("fetched_bytes_total", "Bytes pulled from peers.", "pool")
+	mOneSided       = counter("fetches_one_sided_total", "Pulls by the producer's slot table, which asked nobody.", "pool")
+	mOvertaken      = counter("fetches_overtaken_total", "Such pulls that began, and were pulled again by asking because the entry went meanwhile.", "pool")
 	mFetchRequests  = counter("fetch_requests_total", "Requests sent to peers.", "pool")
 	mFetchNotReady  = counter("fetch_not_ready_total", "Answers NOT_READY of peers.", "pool")
 	mFetchRetries   = counter("fetch_retries_total", "Pulls that began again after a failed READ or verification.", "pool")
@@ -76,6 +78,7 @@ var (
 	mGrantedBytes  = counter("granted_bytes_total", "Bytes of encodings granted.")
 	mLeaseExpiries = counter("grant_lease_expiries_total", "Grants whose lease ended before the READ was known to be complete.")
 	mVerifies      = counter("verifies_total", "Verifications of own peers by result.", "result")
+	mPulled        = counter("pulled_one_sided_total", "READs that own peers did by the slot table, without asking.")
 	mNotified      = counter("notifications_total", "READs that plain peers reported as complete.")
 	mLetGo         = counter("grants_let_go_total", "Grants given up by the peer before its READ was complete.")
 	mCapped        = counter("grants_capped_total", "Requests over a limit of grants, answered MISSING.")
@@ -166,6 +169,8 @@ func (e emitter) consumer(p *pool) {
 		e.put(mFetches, float64(s.Outcomes[o]), g, o.String())
 	}
 	e.put(mFetchedBytes, float64(s.Bytes), g)
+	e.put(mOneSided, float64(s.OneSided), g)
+	e.put(mOvertaken, float64(s.Overtaken), g)
 	e.put(mFetchRequests, float64(s.Requests), g)
 	e.put(mFetchNotReady, float64(s.NotReady), g)
 	e.put(mFetchRetries, float64(s.Retries), g)
@@ -191,6 +196,7 @@ func (e emitter) producer(s ec.ProducerStats) {
 	e.put(mLeaseExpiries, float64(s.LeaseExpiries))
 	e.put(mVerifies, float64(s.VerifiesOK), "ok")
 	e.put(mVerifies, float64(s.VerifiesFailed), "failed")
+	e.put(mPulled, float64(s.Pulled))
 	e.put(mNotified, float64(s.Notified))
 	e.put(mLetGo, float64(s.LetGo))
 	e.put(mCapped, float64(s.Capped))

@@ -13,63 +13,69 @@ import (
 // errCanceled is the cause of what a cancel operation ends.
 var errCanceled = errors.New("canceled by the engine")
 
-// do carries out one operation. start, if not nil, is called after the reply was sent.
-func (s *session) do(op *api.Op, r *api.Result) (start func(), err error) {
+// turn is what the operations of one request have begun, which answers by pushes after the reply.
+type turn struct {
+	begin   []func()
+	fetches []*fetch
+}
+
+// do carries out one operation. What takes time is left in t.
+func (s *session) do(op *api.Op, r *api.Result, t *turn) (err error) {
 	if err := op.Check(); err != nil {
-		return nil, err
+		return err
 	}
 	switch op.Kind {
 	case api.OpReserve:
-		return nil, s.reserve(op, r)
+		return s.reserve(op, r)
 	case api.OpCommit:
-		return nil, s.commit(op, r)
+		return s.commit(op, r)
 	case api.OpDiscard:
 		res, err := s.take(op)
 		if err == nil {
 			res.Discard()
 			res.Quarantine().Settle() // of one that was resumed after its key was given up
 		}
-		return nil, err
+		return err
 	case api.OpAnnounce:
 		a := s.pool.announcement(op, s.e.identity.peerHost, s.e.identity.peerPort, s.e.identity.generation)
-		r.Entry, err = api.EncodeEntry(op.Key, &a)
-		return nil, err
+		r.Entry, err = a.MarshalJSON()
+		return err
 	case api.OpFetch:
-		return s.fetch(op)
+		return s.fetch(op, t)
 	case api.OpCancel:
-		return nil, s.cancelAsync(op.Ref)
+		return s.cancelAsync(op.Ref)
 	case api.OpMap:
 		var info ec.Info
 		if r.Handle, info, err = s.pin(op.Key); err == nil {
 			r.Info = &info
 		}
-		return nil, err
+		return err
 	case api.OpRelease:
-		return nil, s.unpin(op.Handle)
+		return s.unpin(op.Handle)
 	case api.OpResume:
-		return nil, s.resume(op, r)
+		return s.resume(op, r)
 	case api.OpRepin:
-		return nil, s.repin(op, r)
+		return s.repin(op, r)
 	case api.OpRestated:
 		s.pool.clients.restated(s.client)
-		return nil, nil
+		return nil
 	case api.OpLookup:
 		info, state := s.pool.cache.Lookup(op.Key)
 		info.Key, info.State = op.Key, state
 		r.Info = &info
-		return nil, nil
+		return nil
 	case api.OpWait:
-		return s.wait(op)
+		return s.wait(op, t)
 	case api.OpList:
-		return s.list(op)
+		return s.list(op, t)
 	case api.OpRemove:
-		return nil, s.pool.cache.Remove(op.Key)
+		return s.pool.cache.Remove(op.Key)
 	case api.OpStats:
 		st := s.pool.cache.Stats()
 		r.Stats = &st
-		return nil, nil
+		return nil
 	}
-	return nil, fmt.Errorf("%w; it speaks version %d", api.ErrUnsupported, api.Version)
+	return fmt.Errorf("%w; it speaks version %d", api.ErrUnsupported, api.Version)
 }
 
 // handle gives a new handle, never 0, never used before on this connection. Called with the lock held.
@@ -200,21 +206,37 @@ func (s *session) unpin(handle uint64) error {
 	return nil
 }
 
-// background prepares an operation that answers by pushes: work runs on its own goroutine once start is called, under a context
-// that ends with the connection, by a cancel, or after timeout (0: never).
-func (s *session) background(op *api.Op, timeout time.Duration, work func(ctx context.Context)) (start func(), err error) {
+// enroll begins an operation that answers by pushes. The context ends with the connection or by a cancel. What begins with enroll
+// ends with release of the ref, cancel, and work.Done.
+func (s *session) enroll(ref uint64) (context.Context, context.CancelCauseFunc, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if _, taken := s.async[op.Ref]; taken {
-		return nil, fmt.Errorf("%w: ref %d is in use", api.ErrBadRequest, op.Ref)
+	if _, taken := s.async[ref]; taken {
+		return nil, nil, fmt.Errorf("%w: ref %d is in use", api.ErrBadRequest, ref)
 	}
 	if len(s.async) >= api.MaxAsync {
-		return nil, fmt.Errorf("%w: %d fetches, waits and listings on this connection", api.ErrLimit, len(s.async))
+		return nil, nil, fmt.Errorf("%w: %d fetches, waits and listings on this connection", api.ErrLimit, len(s.async))
 	}
 	ctx, cancel := context.WithCancelCause(s.ctx)
-	s.async[op.Ref] = cancel
+	s.async[ref] = cancel
 	s.work.Add(1)
-	return func() {
+	return ctx, cancel, nil
+}
+
+// release makes a ref free for reuse.
+func (s *session) release(ref uint64) {
+	s.mu.Lock()
+	delete(s.async, ref)
+	s.mu.Unlock()
+}
+
+// background adds work to a turn that runs on a goroutine of its own, for timeout at most (0: for ever).
+func (s *session) background(op *api.Op, t *turn, timeout time.Duration, work func(ctx context.Context)) error {
+	ctx, cancel, err := s.enroll(op.Ref)
+	if err != nil {
+		return err
+	}
+	t.begin = append(t.begin, func() {
 		go func() {
 			defer s.work.Done()
 			defer cancel(nil)
@@ -225,18 +247,22 @@ func (s *session) background(op *api.Op, timeout time.Duration, work func(ctx co
 			}
 			work(ctx)
 		}()
-	}, nil
+	})
+	return nil
+}
+
+// timeoutOf is how long the engine allows an operation; 0: it does not say.
+func timeoutOf(op *api.Op) time.Duration {
+	return time.Duration(min(op.TimeoutMS, int64(24*time.Hour/time.Millisecond))) * time.Millisecond
 }
 
 // push sends; if it cannot, the connection is over, and its reader learns of it.
-func (s *session) push(p *api.Push) { _ = s.conn.Send(p, api.MaxReplyFrame) }
+func (s *session) push(p *api.Push) { _ = s.conn.Send(api.MaxReplyFrame, p) }
 
 // pushLast sends the last push of a ref, which is free for reuse from then on.
 func (s *session) pushLast(p *api.Push) {
 	p.Last = true
-	s.mu.Lock()
-	delete(s.async, p.Ref)
-	s.mu.Unlock()
+	s.release(p.Ref)
 	s.push(p)
 }
 
@@ -249,29 +275,6 @@ func (s *session) cancelAsync(ref uint64) error {
 	}
 	cancel(errCanceled)
 	return nil
-}
-
-func (s *session) fetch(op *api.Op) (start func(), err error) {
-	a, err := api.DecodeEntry(op.Key, op.Entry)
-	if err != nil {
-		return nil, fmt.Errorf("%w: entry of ec_transfer_params: %w", api.ErrBadRequest, err)
-	}
-	timeout := time.Duration(min(op.TimeoutMS, int64(24*time.Hour/time.Millisecond))) * time.Millisecond
-	return s.background(op, timeout, func(ctx context.Context) {
-		p := &api.Push{Ref: op.Ref, Event: api.EventFetched}
-		res := s.bring(ctx, op, a, p)
-		if res.Outcome == ec.FetchCanceled && errors.Is(context.Cause(ctx), context.DeadlineExceeded) {
-			res.Outcome, res.Err = ec.FetchTimedOut, fmt.Errorf("not there after the %v that the engine allowed", timeout)
-		}
-		p.Outcome, p.Bytes, p.Plane, p.ElapsedUS = res.Outcome.String(), res.Bytes, res.Plane, res.Elapsed.Microseconds()
-		if res.Err != nil {
-			p.Message = res.Err.Error()
-		}
-		if res.Outcome == ec.FetchReady {
-			p.Info = &res.Info
-		}
-		s.pushLast(p)
-	})
 }
 
 // ownReservation is the owner of what the node itself fills: its death ends that, and nobody else writes there.
@@ -301,10 +304,9 @@ func (s *session) bring(ctx context.Context, op *api.Op, a *ec.Announcement, p *
 }
 
 // wait tells when a key is ready, or when nobody is filling it.
-func (s *session) wait(op *api.Op) (start func(), err error) {
+func (s *session) wait(op *api.Op, t *turn) error {
 	key := op.Key
-	timeout := time.Duration(min(op.TimeoutMS, int64(24*time.Hour/time.Millisecond))) * time.Millisecond
-	return s.background(op, timeout, func(ctx context.Context) {
+	return s.background(op, t, timeoutOf(op), func(ctx context.Context) {
 		p := &api.Push{Ref: op.Ref, Event: api.EventWaited}
 		info, err := s.waitReady(ctx, key)
 		if err != nil {
@@ -339,8 +341,8 @@ func (s *session) waitReady(ctx context.Context, key string) (ec.Info, error) {
 }
 
 // list pushes all entries, in pieces, as the engine reads them.
-func (s *session) list(op *api.Op) (start func(), err error) {
-	return s.background(op, 0, func(ctx context.Context) {
+func (s *session) list(op *api.Op, t *turn) error {
+	return s.background(op, t, 0, func(ctx context.Context) {
 		entries := s.pool.cache.Entries()
 		for len(entries) > api.MaxListChunk {
 			if ctx.Err() != nil || s.conn.Room(ctx.Done()) != nil {

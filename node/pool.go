@@ -96,6 +96,8 @@ func (p *pool) announcement(op *api.Op, host string, port, generation int) ec.An
 		PeerPort:  port,
 		SizeBytes: (info.Spec.Bytes + p.BlockBytes - 1) / p.BlockBytes * p.BlockBytes,
 	}
+	slot := uint32(info.Slot)
+	a.Slot = &slot
 	if len(a.Metadata) == 0 {
 		a.Metadata = none.Metadata
 	}

@@ -131,7 +131,7 @@ func (s *session) greet() error {
 }
 
 func (s *session) refuse(r *api.Refused) error {
-	return errors.Join(errors.New(r.Message), s.conn.Send(r, api.MaxReplyFrame))
+	return errors.Join(errors.New(r.Message), s.conn.Send(api.MaxReplyFrame, r))
 }
 
 // serve carries out requests until the connection ends; nil: it ended as connections do.
@@ -141,7 +141,7 @@ func (s *session) serve() error {
 		switch {
 		case errors.Is(err, api.ErrMalformed), errors.Is(err, api.ErrLimit):
 			s.e.counters.malformed.Add(1)
-			_ = s.conn.Send(&api.Refused{Code: api.CodeBadRequest, Message: err.Error()}, api.MaxReplyFrame)
+			_ = s.conn.Send(api.MaxReplyFrame, &api.Refused{Code: api.CodeBadRequest, Message: err.Error()})
 			return err
 		case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, net.ErrClosed), errors.Is(err, syscall.ECONNRESET):
 			return nil
@@ -167,21 +167,15 @@ func (s *session) request(m *api.Request) error {
 	s.e.counters.requests.Add(1)
 	s.e.counters.operations.Add(uint64(len(m.Ops)))
 	reply := &api.Reply{ID: m.ID, Results: make([]api.Result, len(m.Ops))}
-	var begin []func()
+	var t turn
 	for i := range m.Ops {
-		start, err := s.do(&m.Ops[i], &reply.Results[i])
-		if err != nil {
+		if err := s.do(&m.Ops[i], &reply.Results[i], &t); err != nil {
 			reply.Results[i] = api.Result{Code: api.CodeOf(err), Message: err.Error()}
 		}
-		if start != nil {
-			begin = append(begin, start)
-		}
 	}
-	err := s.conn.Send(reply, api.MaxReplyFrame)
 	// Pushes come after the reply to what they answer.
-	for _, start := range begin {
-		start()
-	}
+	err := s.conn.Send(api.MaxReplyFrame, append([]api.Message{reply}, t.inline()...)...)
+	t.run(s)
 	return err
 }
 

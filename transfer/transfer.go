@@ -112,6 +112,9 @@ type Witness interface {
 	// Holds tells whether the slot is ready with that generation at the time of the call, without asking anybody. After a READ of
 	// an entry that was granted from that slot and generation, it vouches for the bytes. False where it cannot tell.
 	Holds(slot uint32, gen uint64) bool
+	// Slot gives a copy of what the slot says now. A READ of the extents of a ready one, if Holds gives true after it, is of the
+	// entry that the slot named, whoever wrote it: nobody need have granted it. False where the peer cannot tell.
+	Slot(slot uint32) (region.Slot, bool)
 }
 
 // Viewer is implemented by a Peer whose bytes can be used where they are, without a copy.

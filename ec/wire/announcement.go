@@ -33,6 +33,10 @@ type Announcement struct {
 	SizeBytes   int64 // whole blocks, padding included; 0: left out, which goes only without an address
 	Shape       []int // rows, width; nil: left out (generation 1)
 
+	// Slot is the entry's place in the slot table of the producer's pool, nil if it is not said. Only our own nodes say and read
+	// it, in the `ferry` extension: {"v": 1, "slot": 7}. It is a hint: whoever uses it looks at what the slot holds.
+	Slot *uint32
+
 	raw []byte // the text it was decoded from; never changed
 }
 
@@ -44,9 +48,10 @@ const (
 	annPort
 	annSize
 	annShape
+	annFerry
 )
 
-var announcementFields = [...]string{"item_indices", "metadata", "peer_host", "peer_port", "size_bytes", "shape"}
+var announcementFields = [...]string{"item_indices", "metadata", "peer_host", "peer_port", "size_bytes", "shape", fieldFerry}
 
 // Servable is true if the announcement has an address. A nil one, as Params.Get gives for a bad entry, has none.
 func (a *Announcement) Servable() bool { return a != nil && a.PeerHost != "" && a.PeerPort != 0 }
@@ -140,6 +145,10 @@ func (a *Announcement) field(i int) []byte {
 		}
 	case annShape:
 		return encodeInts(a.Shape)
+	case annFerry:
+		if a.Slot != nil {
+			return fmt.Appendf(nil, `{"%s":%d,"%s":%d}`, fieldV, ExtensionVersion, fieldSlot, *a.Slot)
+		}
 	}
 	return nil
 }
@@ -313,8 +322,33 @@ func (a *Announcement) parseField(i int, text []byte) (reason string) {
 		if a.Shape, ok = parseInts(text, 2); !ok {
 			return wantShape
 		}
+	case annFerry:
+		a.Slot = parseSlot(text)
 	}
 	return ""
+}
+
+// parseSlot reads the slot of a `ferry` value of our version. Anything else there is another's, or a newer node's, and says nothing.
+func parseSlot(text []byte) *uint32 {
+	version := false
+	var slot *uint32
+	isObject, err := members(text, func(m member) error {
+		switch m.name {
+		case fieldV:
+			version = string(m.value) == strconv.Itoa(ExtensionVersion)
+		case fieldSlot:
+			slot = nil
+			if n, err := strconv.ParseUint(string(m.value), 10, 32); err == nil {
+				u := uint32(n)
+				slot = &u
+			}
+		}
+		return nil
+	})
+	if !isObject || err != nil || !version {
+		return nil
+	}
+	return slot
 }
 
 // parseInts reads an array of at most limit integers from 0 up. The result is not nil.
@@ -343,6 +377,10 @@ func (a *Announcement) clone() *Announcement {
 	c.ItemIndices = slices.Clone(a.ItemIndices)
 	c.Metadata = bytes.Clone(a.Metadata)
 	c.Shape = slices.Clone(a.Shape)
+	if a.Slot != nil {
+		slot := *a.Slot
+		c.Slot = &slot
+	}
 	c.raw = bytes.Clone(a.raw) // a part of a whole document otherwise, which it would keep in memory
 	return &c
 }

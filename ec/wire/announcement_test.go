@@ -167,6 +167,53 @@ func TestFieldsAddedToAnAnnouncementComeLastInThePeersOrder(t *testing.T) {
 	}
 }
 
+func TestTheSlotOfAnAnnouncementIsOurOwnExtension(t *testing.T) {
+	slot := func(n uint32) *uint32 { return &n }
+	for in, want := range map[string]*uint32{
+		`{"v":1,"slot":7}`:             slot(7),
+		`{"slot":0,"later":[1],"v":1}`: slot(0),
+		`{"v":1,"slot":4294967295}`:    slot(math.MaxUint32),
+		`{"v":1}`:                      nil,
+		`{"slot":7}`:                   nil,
+		`{"v":2,"slot":7}`:             nil,
+		`{"v":"1","slot":7}`:           nil,
+		`{"v":1,"slot":4294967296}`:    nil,
+		`{"v":1,"slot":-1}`:            nil,
+		`{"v":1,"slot":1.0}`:           nil,
+		`{"v":1,"slot":"7"}`:           nil,
+		`{"v":1,"slot":7,"slot":null}`: nil,
+		`7`:                            nil,
+		`null`:                         nil,
+		`"\u0066"`:                     nil,
+		`[{"v":1,"slot":7}]`:           nil,
+	} {
+		text := `{"metadata":{},"ferry":` + in + `,"peer_host":"h","peer_port":1,"size_bytes":1}`
+		var a Announcement
+		if err := a.UnmarshalJSON([]byte(text)); err != nil {
+			t.Errorf("%s: %v", in, err)
+			continue
+		}
+		if d := cmp.Diff(want, a.Slot); d != "" {
+			t.Errorf("%s: %s", in, d)
+		}
+		if out, err := a.MarshalJSON(); err != nil || string(out) != text {
+			t.Errorf("%s became %s (%v)", text, out, err)
+		}
+	}
+
+	a := Announcement{PeerHost: "h", PeerPort: 1, SizeBytes: 1, Slot: slot(9)}
+	want := `{"metadata":{},"peer_host":"h","peer_port":1,"size_bytes":1,"ferry":{"v":1,"slot":9}}`
+	if out, err := a.MarshalJSON(); err != nil || string(out) != want {
+		t.Errorf("%s (%v), want %s", out, err, want)
+	}
+	var p Params
+	p.Set("k", &a)
+	*a.Slot = 10
+	if b, _ := p.Get("k"); *b.Slot != 9 {
+		t.Error("Params share the slot with what was Set")
+	}
+}
+
 func TestInvalidAnnouncementIsNotEncoded(t *testing.T) {
 	good := Announcement{Metadata: json.RawMessage("{}"), PeerHost: "h", PeerPort: 1, SizeBytes: 1}
 	for field, spoil := range map[string]func(*Announcement){

@@ -6,7 +6,7 @@ import (
 	"math"
 )
 
-// DecodeAtProducer decodes what a ROUTER receives: *Request or *Verify. generation is the receiver's configured one. Errors are
+// DecodeAtProducer decodes what a ROUTER receives: *Request, *Verify or *Pulled. generation is the receiver's configured one. Errors are
 // *FrameError.
 func DecodeAtProducer(b []byte, generation int) (Message, error) {
 	r := reader{buf: b, rest: b}
@@ -23,6 +23,13 @@ func DecodeAtProducer(b []byte, generation int) (Message, error) {
 			return nil, err
 		}
 		return &Verify{Key: string(c.key), Session: string(c.session), Grant: string(c.grant), Gen: c.gen, Failed: c.flag}, nil
+	}
+	if string(tag) == tagPulled {
+		p, err := r.pulled()
+		if err != nil {
+			return nil, err
+		}
+		return p, nil
 	}
 	q, err := r.request(generation)
 	if err != nil {
@@ -252,6 +259,63 @@ func (r *reader) check(tag, flag string) (c checked, err error) {
 		}
 	}
 	return c, r.end(required{fieldKey, c.key})
+}
+
+func (r *reader) pulled() (*Pulled, error) {
+	n, err := r.fields()
+	if err != nil {
+		return nil, err
+	}
+	p := &Pulled{}
+	var compat []byte
+	for range n {
+		name, err := r.next()
+		if err != nil {
+			return nil, err
+		}
+		switch string(name) {
+		case fieldType:
+			err = r.tag(tagPulled)
+		case fieldV:
+			err = r.version()
+		case fieldCompat:
+			compat, err = r.str(MaxHash)
+		case fieldEntries:
+			p.Entries, err = r.pulledEntries()
+		default:
+			err = r.skip()
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	p.CompatHash = string(compat)
+	return p, r.end(required{fieldCompat, compat})
+}
+
+func (r *reader) pulledEntries() ([]PulledEntry, error) {
+	n, err := r.array(MaxPulled, 3)
+	if err != nil {
+		return nil, err
+	}
+	entries := make([]PulledEntry, n)
+	for i := range entries {
+		at := *r
+		two, err := r.array(2, 1)
+		if err != nil {
+			return nil, err
+		}
+		if two != 2 {
+			return nil, at.fail(ErrMalformed, "an entry of %d values, want key and generation", two)
+		}
+		if entries[i].Key, err = r.text(MaxKey); err != nil {
+			return nil, err
+		}
+		if entries[i].Gen, err = r.uint(math.MaxUint64); err != nil {
+			return nil, err
+		}
+	}
+	return entries, nil
 }
 
 // version reads an extension version, which must be ours.

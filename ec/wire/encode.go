@@ -64,6 +64,21 @@ func AppendVerified(b []byte, v *Verified) []byte {
 	return appendCheck(b, tagVerified, v.Key, v.Session, v.Grant, v.Gen, fieldOK, v.OK)
 }
 
+// AppendPulled encodes p.
+func AppendPulled(b []byte, p *Pulled) []byte {
+	b = header(b, 4, tagPulled)
+	b = appendV(b, 0)
+	b = appendStr(b, fieldCompat, p.CompatHash)
+	b = msgp.AppendString(b, fieldEntries)
+	b = msgp.AppendArrayHeader(b, uint32(len(p.Entries)))
+	for _, e := range p.Entries {
+		b = msgp.AppendArrayHeader(b, 2)
+		b = msgp.AppendString(b, e.Key)
+		b = msgp.AppendUint64(b, e.Gen)
+	}
+	return b
+}
+
 // appendCheck encodes Verify and Verified, which differ in tag and flag only.
 func appendCheck(b []byte, tag, key, session, grant string, gen uint64, flag string, set bool) []byte {
 	b = header(b, 3+count(session != "", grant != "", gen != 0, set), tag)

@@ -2,6 +2,7 @@ package wire
 
 import (
 	"bytes"
+	"errors"
 	"math"
 	"strings"
 	"testing"
@@ -29,6 +30,41 @@ func fullAck() *Ack {
 			Bytes: 1 << 33, LeaseMS: 30_000, Sum: &sum,
 			Planes: []PlaneOffer{{Name: "mapped", Metadata: []byte("m"), Token: []byte("t")}, {Name: "tcp"}},
 		},
+	}
+}
+
+func fullPulled() *Pulled {
+	return &Pulled{CompatHash: "c", Entries: []PulledEntry{{"k", 1 << 40}, {strings.Repeat("x", MaxKey), math.MaxUint64}}}
+}
+
+func TestAReportOfPullsComesBackAsItWasSentAndIsBounded(t *testing.T) {
+	most := &Pulled{CompatHash: strings.Repeat("c", MaxHash)}
+	for range MaxPulled {
+		most.Entries = append(most.Entries, fullPulled().Entries[1])
+	}
+	for _, want := range []*Pulled{fullPulled(), most, {CompatHash: "c", Entries: []PulledEntry{}}} {
+		got, err := DecodeAtProducer(AppendPulled(nil, want), Generation2)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if d := cmp.Diff(Message(want), got); d != "" {
+			t.Error(d)
+		}
+	}
+	most.Entries = append(most.Entries, PulledEntry{"k", 1})
+	if _, err := DecodeAtProducer(AppendPulled(nil, most), Generation2); !errors.Is(err, ErrLimit) {
+		t.Errorf("one more than the limit: %v", err)
+	}
+	for name, entries := range map[string][]byte{
+		"a key alone":     array(array(str("k"))),
+		"turned round":    array(array(num(1), str("k"))),
+		"no array":        num(1),
+		"more than comes": {0xdc, 0, 100},
+	} {
+		frame := message(pair{"type", str(tagPulled)}, pair{"compatibility_hash", str("c")}, pair{"entries", entries})
+		if m, err := DecodeAtProducer(frame, Generation2); !errors.Is(err, ErrMalformed) {
+			t.Errorf("%s: %+v, %v", name, m, err)
+		}
 	}
 }
 

@@ -31,6 +31,7 @@ func seedFrames(f *testing.F) {
 	f.Add(AppendRequest(nil, fullRequest(), Generation1))
 	f.Add(AppendAck(nil, fullAck()))
 	f.Add(AppendVerify(nil, &Verify{Key: "k", Session: "s", Grant: "g", Gen: 1, Failed: true}))
+	f.Add(AppendPulled(nil, fullPulled()))
 	f.Add(AppendVerified(nil, &Verified{Key: "k", Session: "s", Grant: "g", Gen: 1, OK: true}))
 }
 
@@ -59,6 +60,8 @@ func FuzzDecodeAtProducer(f *testing.F) {
 			again = AppendRequest(nil, m, Generation2)
 		case *Verify:
 			again = AppendVerify(nil, m)
+		case *Pulled:
+			again = AppendPulled(nil, m)
 		}
 		got, err := DecodeAtProducer(again, Generation2)
 		if err != nil {
@@ -101,6 +104,10 @@ func emptyIsNil(m Message) Message {
 	case *Request:
 		if f := m.Ferry; f != nil && len(f.Planes) == 0 {
 			f.Planes = nil
+		}
+	case *Pulled:
+		if len(m.Entries) == 0 {
+			m.Entries = nil
 		}
 	case *Ack:
 		if len(m.Blocks) == 0 {

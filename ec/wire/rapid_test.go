@@ -99,6 +99,11 @@ func TestAnyMessageComesBackAsItWasSent(t *testing.T) {
 		d := &Verified{Key: v.Key, Session: v.Session, Grant: v.Grant, Gen: v.Gen, OK: v.Failed}
 		got, err = DecodeAtConsumer(AppendVerified(nil, d))
 		check(d, got, err)
+		p := &Pulled{CompatHash: q.CompatHash, Entries: rapid.SliceOfN(rapid.Custom(func(t *rapid.T) PulledEntry {
+			return PulledEntry{Key: text(MaxKey).Draw(t, "pulled key"), Gen: rapid.Uint64().Draw(t, "pulled gen")}
+		}), 0, 20).Draw(t, "pulled")}
+		got, err = DecodeAtProducer(AppendPulled(nil, p), generation)
+		check(p, got, err)
 	})
 }
 

@@ -45,6 +45,7 @@ const (
 	MaxPlaneMetadata = 64 << 10 // of each plane
 	MaxToken         = 256
 	MaxExtents       = 64   // a more fragmented entry goes as Blocks
+	MaxPulled        = 200  // entries of one Pulled, which so stays below MaxRequest
 	MaxCompatText    = 4096 // of each text of Compat
 )
 
@@ -144,13 +145,27 @@ type Verified struct {
 	OK                  bool
 }
 
-// Message is one of Request, Ack, Verify, Verified.
+// Pulled is our own message: the consumer has read these entries without asking, where it found them in the producer's slot table,
+// so that their holds may end. It has no answer, and one that is lost costs nothing but the holds' leases. Type tag "ferry_pulled".
+type Pulled struct {
+	CompatHash string // of the pool
+	Entries    []PulledEntry
+}
+
+// PulledEntry names what was read.
+type PulledEntry struct {
+	Key string
+	Gen uint64
+}
+
+// Message is one of Request, Ack, Verify, Verified, Pulled.
 type Message interface{ isMessage() }
 
 func (*Request) isMessage()  {}
 func (*Ack) isMessage()      {}
 func (*Verify) isMessage()   {}
 func (*Verified) isMessage() {}
+func (*Pulled) isMessage()   {}
 
 // Names on the wire.
 const (
@@ -158,6 +173,7 @@ const (
 	tagAck      = "ack"
 	tagVerify   = "ferry_verify"
 	tagVerified = "ferry_verified"
+	tagPulled   = "ferry_pulled"
 
 	fieldType     = "type"
 	fieldKey      = "mm_hash"
@@ -188,6 +204,7 @@ const (
 	fieldToken    = "token"
 	fieldFailed   = "failed"
 	fieldOK       = "ok"
+	fieldEntries  = "entries"
 
 	fieldVLLMVersion = "vllm_version"
 	fieldModel       = "model"

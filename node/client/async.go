@@ -45,7 +45,7 @@ func (c *Client) fetch(ctx context.Context, p ec.Params, timeout time.Duration, 
 	if timeout < 0 {
 		return nil, fmt.Errorf("fetch: %w: timeout %v is negative", ErrBadRequest, timeout)
 	}
-	f := &fetch{c: c, ctx: ctx, start: time.Now(), finished: make(chan struct{})}
+	f := &fetch{c: c, ctx: ctx, start: time.Now()}
 	var bad []FetchResult
 	for _, key := range p.Keys() {
 		a, _ := p.Get(key)
@@ -55,7 +55,7 @@ func (c *Client) fetch(ctx context.Context, p ec.Params, timeout time.Duration, 
 		}
 		var entry []byte
 		if err == nil {
-			entry, err = api.EncodeEntry(key, a)
+			entry, err = a.MarshalJSON()
 		}
 		if err != nil {
 			bad = append(bad, FetchResult{Key: key, Outcome: ec.FetchFailed, Reason: err.Error(), Elapsed: time.Since(f.start)})
@@ -74,22 +74,22 @@ func (c *Client) fetch(ctx context.Context, p ec.Params, timeout time.Duration, 
 	if err := f.begin(); err != nil {
 		return nil, err
 	}
-	go f.follow()
 	return f.results, nil
 }
 
-// fetch is one call of Fetch. What follows finished is guarded by Client.mu.
+// fetch is one call of Fetch. Its first requests are made by the caller's goroutine and its results handed on by the client's reader;
+// it has a goroutine of its own only while its connection is lost. What follows results is guarded by Client.mu.
 type fetch struct {
-	c        *Client
-	ctx      context.Context
-	start    time.Time
-	results  chan FetchResult // holds them all, so that nobody waits to send one
-	finished chan struct{}    // closed when all have an outcome
-	left     int
-	stop     func() bool
-	link     *link
-	ops      []api.Op // sent on link, under their refs
-	lost     []api.Op // to be sent on the next: new, or their connection is lost
+	c       *Client
+	ctx     context.Context
+	start   time.Time
+	results chan FetchResult // holds them all, so that nobody waits to send one
+	left    int
+	stop    func() bool
+	link    *link
+	ops     []api.Op // sent on link, under their refs
+	lost    []api.Op // to be sent: new, or their connection is lost
+	follows bool     // a goroutine waits for the next connection
 }
 
 func (f *fetch) begin() error {
@@ -110,59 +110,60 @@ func (f *fetch) begin() error {
 		f.lost = append(f.lost, op)
 	}
 	f.ops = nil
+	f.send()
 	return nil
 }
 
-// follow sends the operations, on as many connections as it takes. Only results of those that the node refuses come with the
-// replies, so the caller need not wait.
-func (f *fetch) follow() {
-	for {
-		l, ops := f.place()
-		results, err := f.c.do(f.ctx, l, ops)
-		f.c.mu.Lock()
-		for i, op := range ops {
-			switch {
-			case err != nil && !errors.Is(err, ErrDisconnected):
-				f.end(op, err)
-			case err == nil && results[i].Code != api.CodeOK:
-				f.end(op, failure(op, results[i].Code, results[i].Message))
-			}
-		}
-		f.c.mu.Unlock()
-		if f.ctx.Err() != nil {
-			f.cancel() // again: the first may have overtaken a request
-			return
-		}
-		select {
-		case <-f.finished:
-			return
-		case <-l.gone:
-		}
-		if err := f.c.again(f.ctx, l.err); err != nil {
-			f.giveUp(err)
-			return
-		}
-	}
-}
-
-// place gives the operations that are to be sent their refs.
-func (f *fetch) place() (*link, []api.Op) {
-	c := f.c
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	f.link, f.ops = c.link, nil
-	select {
-	case <-c.link.gone:
-		return f.link, nil
-	default:
-	}
-	f.ops, f.lost = f.lost, nil
+// send sends what is not sent. What cannot be is lost again, and then there is a goroutine to send it on the next connection. Called
+// with the lock held.
+func (f *fetch) send() {
+	c, l := f.c, f.c.link
+	f.link, f.ops = l, f.lost
+	f.lost = nil
 	for i := range f.ops {
 		c.nextID++
 		f.ops[i].Ref = c.nextID
 		c.refs[c.nextID] = &fetchKey{f, f.ops[i]}
 	}
-	return f.link, f.ops
+	for at := 0; at < len(f.ops); {
+		ops := f.ops[at:]
+		ops = ops[:chunk(ops)]
+		_, err := c.sendLocked(l, ops, func(results []api.Result) { f.replied(ops, results) })
+		if err == nil {
+			at += len(ops)
+			continue
+		}
+		for _, op := range f.ops[at:] {
+			if k, ok := c.refs[op.Ref].(*fetchKey); ok { // else it knows already
+				delete(c.refs, op.Ref)
+				k.lost(err)
+			}
+		}
+		return
+	}
+}
+
+// replied ends what the node refuses; all else answers by pushes.
+func (f *fetch) replied(ops []api.Op, results []api.Result) {
+	f.c.mu.Lock()
+	defer f.c.mu.Unlock()
+	for i, op := range ops {
+		if results[i].Code != api.CodeOK {
+			f.end(op, failure(op, results[i].Code, results[i].Message))
+		}
+	}
+}
+
+// follow sends what was lost with a connection on the next one.
+func (f *fetch) follow(lost error) {
+	if err := f.c.again(f.ctx, lost); err != nil {
+		f.giveUp(err)
+		return
+	}
+	f.c.mu.Lock()
+	defer f.c.mu.Unlock()
+	f.follows = false
+	f.send()
 }
 
 // end gives an operation its outcome, unless it has one.
@@ -180,7 +181,7 @@ func (f *fetch) giveUp(err error) {
 	for _, op := range f.lost {
 		f.failed(op, err)
 	}
-	f.lost = nil
+	f.lost, f.follows = nil, false
 }
 
 func (f *fetch) failed(op api.Op, err error) {
@@ -199,7 +200,6 @@ func (f *fetch) deliver(r FetchResult) {
 	if f.left--; f.left == 0 {
 		f.stop()
 		close(f.results)
-		close(f.finished)
 	}
 }
 
@@ -261,6 +261,10 @@ func (k *fetchKey) mapped(p *api.Push) (*Mapped, error) {
 func (k *fetchKey) lost(err error) {
 	if errors.Is(err, ErrDisconnected) {
 		k.f.lost = append(k.f.lost, k.op)
+		if !k.f.follows {
+			k.f.follows = true
+			go k.f.follow(err)
+		}
 		return
 	}
 	k.f.failed(k.op, err)

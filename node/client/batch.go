@@ -224,7 +224,10 @@ func (c *Client) finish(l *link, r *OpResult, op api.Op, got *api.Result, again 
 			c.post(l, []api.Op{{Kind: api.OpRelease, Handle: got.Handle}})
 		}
 	case api.OpAnnounce:
-		r.Announcement, r.Err = api.DecodeEntry(op.Key, got.Entry)
+		r.Announcement = &ec.Announcement{}
+		if r.Err = r.Announcement.UnmarshalJSON(got.Entry); r.Err != nil {
+			r.Announcement = nil
+		}
 	}
 }
 

@@ -47,7 +47,7 @@ func (c *Client) replied(l *link, m *api.Reply) error {
 	case call.abandoned:
 		c.giveBack(l, call.ops, m.Results)
 	case call.reply != nil:
-		call.reply <- m.Results
+		call.reply(m.Results)
 	}
 	return nil
 }
@@ -98,10 +98,15 @@ func (c *Client) current() *link {
 	return c.link
 }
 
-// send makes one request of ops. reply gets its results, unless the connection is lost.
-func (c *Client) send(l *link, ops []api.Op, reply chan []api.Result) (id uint64, err error) {
+// send makes one request of ops, which must fit one frame. reply, which may be nil and must not block, gets its results, unless the
+// connection is lost.
+func (c *Client) send(l *link, ops []api.Op, reply func([]api.Result)) (id uint64, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	return c.sendLocked(l, ops, reply)
+}
+
+func (c *Client) sendLocked(l *link, ops []api.Op, reply func([]api.Result)) (id uint64, err error) {
 	if c.err != nil {
 		return 0, c.err
 	}
@@ -113,7 +118,7 @@ func (c *Client) send(l *link, ops []api.Op, reply chan []api.Result) (id uint64
 	c.nextID++
 	id = c.nextID
 	// Sending never waits, so the lock may stay; it keeps the request ahead of a reply to it.
-	if err := l.conn.Send(&api.Request{ID: id, Ops: ops}, api.MaxRequestFrame); err != nil {
+	if err := l.conn.Send(api.MaxRequestFrame, &api.Request{ID: id, Ops: ops}); err != nil {
 		switch {
 		case errors.Is(err, api.ErrLimit):
 			return 0, err
@@ -137,7 +142,7 @@ func (c *Client) roundTrip(ctx context.Context, l *link, ops []api.Op) ([]api.Re
 		return nil, err
 	}
 	reply := make(chan []api.Result, 1)
-	id, err := c.send(l, ops, reply)
+	id, err := c.send(l, ops, func(r []api.Result) { reply <- r })
 	if err != nil {
 		return nil, err
 	}

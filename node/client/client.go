@@ -163,8 +163,8 @@ func (m *mapping) orphaned() bool {
 // call is a request that waits for its reply.
 type call struct {
 	ops       []api.Op
-	reply     chan []api.Result // takes the one reply without blocking the reader; nil: nobody wants it
-	abandoned bool              // the caller has gone: what the reply grants is given back
+	reply     func([]api.Result) // called once, by the reader; nil: nobody wants it
+	abandoned bool               // the caller has gone: what the reply grants is given back
 }
 
 // pushee takes the pushes of one operation. Both methods are called with Client.mu held and must not block. push says whether it
@@ -296,7 +296,7 @@ func handshake(ctx context.Context, sock *net.UnixConn, conn *api.Conn, hello *a
 	defer stop()
 	hello.Version, hello.MinVersion = api.Version, api.MinVersion
 	// An error here can be that the node has refused us and closed: its last frame says why.
-	sendErr := conn.Send(hello, api.MaxRequestFrame)
+	sendErr := conn.Send(api.MaxRequestFrame, hello)
 	m, file, err := conn.ReceiveWithFile()
 	if err != nil {
 		return nil, file, errors.Join(sendErr, err)
@@ -397,7 +397,7 @@ func (c *Client) Close() error {
 		c.cancel()
 		// Best effort: without it the node keeps what was reserved here out of use until this process ends.
 		c.mu.Lock()
-		_ = c.link.conn.Send(&api.Bye{}, api.MaxRequestFrame)
+		_ = c.link.conn.Send(api.MaxRequestFrame, &api.Bye{})
 		c.endLocked(ErrClosed)
 		c.mu.Unlock()
 		c.reader.Wait()

@@ -138,7 +138,7 @@ func (f *fakeNode) request() *api.Request {
 
 func (f *fakeNode) send(m api.Message) {
 	f.t.Helper()
-	if err := f.conn.Send(m, api.MaxReplyFrame); err != nil {
+	if err := f.conn.Send(api.MaxReplyFrame, m); err != nil {
 		f.t.Fatal(err)
 	}
 }
@@ -150,12 +150,12 @@ func TestAHandshakeThatIsNotOursEndsInAnError(t *testing.T) {
 		want error
 	}{
 		{"refused", func(f *fakeNode) error {
-			return errors.Join(f.accept(), f.conn.Send(&api.Refused{Code: api.CodeNoPool, Message: "no"}, api.MaxReplyFrame))
+			return errors.Join(f.accept(), f.conn.Send(api.MaxReplyFrame, &api.Refused{Code: api.CodeNoPool, Message: "no"}))
 		}, ErrNoPool},
-		{"no file", func(f *fakeNode) error { return errors.Join(f.accept(), f.conn.Send(&f.welcome, api.MaxReplyFrame)) }, ErrProtocol},
+		{"no file", func(f *fakeNode) error { return errors.Join(f.accept(), f.conn.Send(api.MaxReplyFrame, &f.welcome)) }, ErrProtocol},
 		{"a later version", func(f *fakeNode) error { f.welcome.Version = 2; return f.greet() }, ErrVersion},
 		{"another pool than the file's", func(f *fakeNode) error { f.welcome.Pool.Blocks++; return f.greet() }, ErrProtocol},
-		{"no welcome", func(f *fakeNode) error { return errors.Join(f.accept(), f.conn.Send(&api.Bye{}, api.MaxReplyFrame)) }, ErrProtocol},
+		{"no welcome", func(f *fakeNode) error { return errors.Join(f.accept(), f.conn.Send(api.MaxReplyFrame, &api.Bye{})) }, ErrProtocol},
 	} {
 		f := newFakeNode(t)
 		played := make(chan error, 1)
@@ -176,7 +176,7 @@ func TestDialOutlastsANodeThatIsRestartedInTheHandshake(t *testing.T) {
 	go func() {
 		played <- errors.Join(
 			f.accept(), f.conn.Close(), // killed after the hello
-			f.accept(), f.conn.Send(&api.Refused{Code: api.CodeClosing, Message: "ending"}, api.MaxReplyFrame), f.conn.Close(),
+			f.accept(), f.conn.Send(api.MaxReplyFrame, &api.Refused{Code: api.CodeClosing, Message: "ending"}), f.conn.Close(),
 			f.unread(), // killed before it read the hello
 			f.greet(),
 		)

@@ -203,7 +203,7 @@ func (c *Client) restatement(sameFile bool) *restatement {
 func (r *restatement) send(conn *api.Conn) error {
 	for rest := r.ops; len(rest) > 0; {
 		n := chunk(rest)
-		if err := conn.Send(&api.Request{ID: 1, Ops: rest[:n]}, api.MaxRequestFrame); err != nil {
+		if err := conn.Send(api.MaxRequestFrame, &api.Request{ID: 1, Ops: rest[:n]}); err != nil {
 			return err
 		}
 		m, err := conn.Receive()
@@ -231,7 +231,7 @@ func (c *Client) install(l *link, w *api.Welcome, r *restatement) (lost int) {
 	c.mu.Lock()
 	if c.err != nil { // Close has come: it said bye on the old one
 		c.mu.Unlock()
-		_ = l.conn.Send(&api.Bye{}, api.MaxRequestFrame)
+		_ = l.conn.Send(api.MaxRequestFrame, &api.Bye{})
 		_ = l.conn.Close()
 		return 0
 	}

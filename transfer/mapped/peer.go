@@ -99,6 +99,17 @@ func (c *peer) Holds(slot uint32, gen uint64) bool {
 	return !c.closed && c.m.region != nil && c.m.region.Slots().Check(int(slot), gen)
 }
 
+// Slot implements transfer.Witness.
+func (c *peer) Slot(slot uint32) (region.Slot, bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed || c.m.region == nil {
+		return region.Slot{}, false
+	}
+	s, err := c.m.region.Slots().Load(int(slot))
+	return s, err == nil
+}
+
 // View implements transfer.Viewer. The token is not looked at. Reading a view of a file that its owner has truncated ends the
 // process with SIGBUS; region files are never truncated.
 func (c *peer) View(_ []byte, remote []region.Span) ([][]byte, func(), error) {

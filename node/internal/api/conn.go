@@ -105,12 +105,16 @@ func (c *Conn) payload(head [4]byte) (Message, error) {
 	return Decode(buf)
 }
 
-// Send queues m and never waits: what the socket takes goes out at once, from the caller's goroutine, the rest as the other end
-// reads. ErrLimit: m is too large, nothing was sent. ErrBacklog, ErrClosed or the socket's error: the connection is over.
-func (c *Conn) Send(m Message, limit int) error {
-	frame, err := AppendFrame(nil, m, limit)
-	if err != nil {
-		return err
+// Send queues messages and never waits: what the socket takes goes out at once, from the caller's goroutine and together, the rest
+// as the other end reads. ErrLimit: one of them is larger than limit, nothing was sent. ErrBacklog, ErrClosed or the socket's error:
+// the connection is over.
+func (c *Conn) Send(limit int, ms ...Message) error {
+	var frame []byte
+	for _, m := range ms {
+		var err error
+		if frame, err = AppendFrame(frame, m, limit); err != nil {
+			return err
+		}
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()

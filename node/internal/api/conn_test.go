@@ -56,7 +56,7 @@ func TestFramesOfAllSendersArriveWhole(t *testing.T) {
 	for s := range senders {
 		wg.Go(func() {
 			for range each {
-				if err := a.Send(&Reply{ID: uint64(s), Results: []Result{{Entry: []byte(text)}}}, MaxReplyFrame); err != nil {
+				if err := a.Send(MaxReplyFrame, &Reply{ID: uint64(s), Results: []Result{{Entry: []byte(text)}}}); err != nil {
 					t.Error(err)
 				}
 			}
@@ -81,7 +81,7 @@ func TestFramesOfAllSendersArriveWhole(t *testing.T) {
 		}
 	}
 	// The socket is free of the flusher's deadline again.
-	if err := a.Send(&Bye{}, MaxReplyFrame); err != nil {
+	if err := a.Send(MaxReplyFrame, &Bye{}); err != nil {
 		t.Fatal(err)
 	}
 	if m, err := b.Receive(); err != nil {
@@ -97,12 +97,12 @@ func TestWhoDoesNotReadIsDisconnected(t *testing.T) {
 		if n > 100 {
 			t.Fatal("30 MB were queued in a backlog of 1 MiB")
 		}
-		err = a.Send(big, MaxReplyFrame)
+		err = a.Send(MaxReplyFrame, big)
 	}
 	if !errors.Is(err, ErrBacklog) {
 		t.Fatalf("%v; want ErrBacklog", err)
 	}
-	if err := a.Send(&Bye{}, MaxReplyFrame); !errors.Is(err, ErrBacklog) {
+	if err := a.Send(MaxReplyFrame, &Bye{}); !errors.Is(err, ErrBacklog) {
 		t.Errorf("a later Send: %v", err)
 	}
 	for err = nil; err == nil; {
@@ -115,14 +115,14 @@ func TestWhoDoesNotReadIsDisconnected(t *testing.T) {
 
 func TestWhoStopsReadingIsDisconnectedAfterTheStall(t *testing.T) {
 	a, _ := newPair(t, ConnOptions{InLimit: MaxReplyFrame, Backlog: 64 << 20, WriteStall: 20 * time.Millisecond})
-	if err := a.Send(&Reply{Results: []Result{{Entry: make([]byte, 4<<20)}}}, MaxReplyFrame); err != nil {
+	if err := a.Send(MaxReplyFrame, &Reply{Results: []Result{{Entry: make([]byte, 4<<20)}}}); err != nil {
 		t.Fatal(err)
 	}
 	if err := a.Room(nil); !errors.Is(err, ErrBacklog) && err != nil {
 		t.Fatal(err)
 	}
 	for end := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
-		if err := a.Send(&Bye{}, MaxReplyFrame); errors.Is(err, ErrBacklog) {
+		if err := a.Send(MaxReplyFrame, &Bye{}); errors.Is(err, ErrBacklog) {
 			return
 		}
 		if time.Now().After(end) {
@@ -134,7 +134,7 @@ func TestWhoStopsReadingIsDisconnectedAfterTheStall(t *testing.T) {
 func TestRoomWaitsUntilTheOtherEndHasRead(t *testing.T) {
 	a, b := newPair(t, ConnOptions{InLimit: MaxReplyFrame, Backlog: 8 << 20})
 	for range 2 {
-		if err := a.Send(&Reply{Results: []Result{{Entry: make([]byte, 3<<20)}}}, MaxReplyFrame); err != nil {
+		if err := a.Send(MaxReplyFrame, &Reply{Results: []Result{{Entry: make([]byte, 3<<20)}}}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -208,7 +208,7 @@ func TestAFileTravelsWithTheFirstFrame(t *testing.T) {
 	if err := a.SendWithFile(&Welcome{Node: "n"}, MaxReplyFrame, f, time.Second); err != nil {
 		t.Fatal(err)
 	}
-	if err := a.Send(&Bye{}, MaxReplyFrame); err != nil {
+	if err := a.Send(MaxReplyFrame, &Bye{}); err != nil {
 		t.Fatal(err)
 	}
 	m, got, err := b.ReceiveWithFile()
@@ -230,7 +230,7 @@ func TestAFileTravelsWithTheFirstFrame(t *testing.T) {
 
 func TestAFirstFrameWithoutAFileHasNone(t *testing.T) {
 	a, b := newPair(t, roomy)
-	if err := a.Send(&Refused{Code: CodeDenied}, MaxReplyFrame); err != nil {
+	if err := a.Send(MaxReplyFrame, &Refused{Code: CodeDenied}); err != nil {
 		t.Fatal(err)
 	}
 	m, f, err := b.ReceiveWithFile()

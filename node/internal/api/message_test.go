@@ -267,28 +267,6 @@ func TestSlipsOfACallerAreFoundBeforeSending(t *testing.T) {
 	}
 }
 
-func TestAnEntryCarriesFieldsThatNobodyHereKnows(t *testing.T) {
-	entry := `{"item_indices": [0], "metadata": {"a": "<&>"}, "peer_host": "h", "peer_port": 5, "size_bytes": 2048, "shape": [1, 1024], "later": {"x": 1.50}}`
-	a, err := DecodeEntry(`k"1`, []byte(entry))
-	if err != nil {
-		t.Fatal(err)
-	}
-	got, err := EncodeEntry(`k"1`, a)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, part := range []string{`"later"`, `1.50`, `<&>`} {
-		if !bytes.Contains(got, []byte(part)) {
-			t.Errorf("%s lost in %s", part, got)
-		}
-	}
-	for _, bad := range []string{"", "1", "{}}", `{},"other":{}`} {
-		if _, err := DecodeEntry("k", []byte(bad)); err == nil {
-			t.Errorf("entry %q was taken", bad)
-		}
-	}
-}
-
 func FuzzDecode(f *testing.F) {
 	for _, m := range samples() {
 		frame, err := AppendFrame(nil, m, MaxReplyFrame)
