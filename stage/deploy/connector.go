@@ -27,18 +27,28 @@ var kinds = []Kind{NIXL, SharedMemory, Ferry}
 
 // Defaults of a connector, which are vLLM-Omni's.
 const (
-	DefaultBasePort         = 50051
-	DefaultThreads          = 4
-	DefaultLease            = time.Hour
-	DefaultTransfer         = 300 * time.Second
-	DefaultPoll             = time.Millisecond
-	DefaultHandshake        = 5 * time.Second
-	DefaultMetadataQuery    = 10 * time.Millisecond
-	DefaultBackend          = "UCX"
-	defaultSenderHost       = "127.0.0.1"
-	envLease                = "VLLM_OMNI_NIXL_LEASE_S"
-	envTransfer             = "VLLM_OMNI_NIXL_XFER_TIMEOUT_S"
-	roleSender, roleReceive = "sender", "receiver"
+	DefaultBasePort      = 50051
+	DefaultBackend       = "UCX"
+	DefaultThreads       = 4
+	DefaultLease         = time.Hour
+	DefaultTransfer      = 300 * time.Second
+	DefaultPoll          = time.Millisecond
+	DefaultHandshake     = 5 * time.Second
+	DefaultMetadataQuery = 10 * time.Millisecond
+
+	defaultSenderHost = "127.0.0.1"
+)
+
+// The environment variables that count over the file.
+const (
+	envLease    = "VLLM_OMNI_NIXL_LEASE_S"
+	envTransfer = "VLLM_OMNI_NIXL_XFER_TIMEOUT_S"
+)
+
+const (
+	roleSender   = "sender"
+	roleReceiver = "receiver"
+	maxThreads   = 1024
 )
 
 // Settings of one end of an edge. Those of a SharedMemory edge are Kind and Connector alone. Slices are not to be changed.
@@ -72,6 +82,9 @@ type connector struct {
 	outgoing   *outgoing
 }
 
+// wired is true of what has sockets: all of ours but shared memory.
+func (c *connector) wired() bool { return c.Kind == NIXL || c.Kind == Ferry }
+
 // outgoing is where a stage that receives also publishes, though the file has no edge for it.
 type outgoing struct {
 	host      string
@@ -84,31 +97,22 @@ type outgoing struct {
 type setter func(*parser, *connector, at)
 
 var nixlKeys = map[string]setter{
-	"host": func(p *parser, c *connector, v at) { c.host, c.hostGiven = p.host(v, true) },
-	"zmq_port": func(p *parser, c *connector, v at) {
-		c.base, c.baseGiven = p.integer(v, 0, math.MaxUint16)
-	},
+	"host":            func(p *parser, c *connector, v at) { c.host, c.hostGiven = p.host(v, true) },
+	"zmq_port":        func(p *parser, c *connector, v at) { c.base, c.baseGiven = p.integer(v, 0, math.MaxUint16) },
 	"sender_host":     func(p *parser, c *connector, v at) { c.senderHost, _ = p.host(v, false) },
 	"sender_zmq_port": func(p *parser, c *connector, v at) { c.senderPort, _ = p.integer(v, 1, math.MaxUint16) },
-	"backends": func(p *parser, c *connector, v at) {
-		c.Backends = p.names(v, backendName, "NIXL backends, such as [UCX]")
-	},
-	"receive_device": (*parser).receiveDevice,
-	"memory_type":    (*parser).memoryType,
-	"lease_seconds":  func(p *parser, c *connector, v at) { c.Lease, _ = p.duration(v, time.Second, "seconds") },
-	"transfer_timeout_s": func(p *parser, c *connector, v at) {
-		c.Transfer, _ = p.duration(v, time.Second, "seconds")
-	},
-	"poll_interval_s": func(p *parser, c *connector, v at) { c.Poll, _ = p.duration(v, time.Second, "seconds") },
-	"handshake_timeout_ms": func(p *parser, c *connector, v at) {
-		c.Handshake, _ = p.duration(v, time.Millisecond, "milliseconds")
-	},
-	"metadata_query_timeout_ms": func(p *parser, c *connector, v at) {
-		c.MetadataQuery, _ = p.duration(v, time.Millisecond, "milliseconds")
-	},
-	"num_threads": func(p *parser, c *connector, v at) { c.Threads, _ = p.integer(v, 1, maxThreads) },
-	"role":        (*parser).role,
-	"outgoing":    (*parser).outgoing,
+	"backends":        (*parser).backends,
+	"num_threads":     func(p *parser, c *connector, v at) { c.Threads, _ = p.integer(v, 1, maxThreads) },
+	"receive_device":  (*parser).receiveDevice,
+	"memory_type":     (*parser).memoryType,
+	"role":            (*parser).role,
+	"outgoing":        (*parser).outgoing,
+
+	"lease_seconds":             func(p *parser, c *connector, v at) { c.Lease, _ = p.seconds(v) },
+	"transfer_timeout_s":        func(p *parser, c *connector, v at) { c.Transfer, _ = p.seconds(v) },
+	"poll_interval_s":           func(p *parser, c *connector, v at) { c.Poll, _ = p.seconds(v) },
+	"handshake_timeout_ms":      func(p *parser, c *connector, v at) { c.Handshake, _ = p.milliseconds(v) },
+	"metadata_query_timeout_ms": func(p *parser, c *connector, v at) { c.MetadataQuery, _ = p.milliseconds(v) },
 }
 
 var ferryKeys = func() map[string]setter {
@@ -117,9 +121,7 @@ var ferryKeys = func() map[string]setter {
 	return all
 }()
 
-const maxThreads = 1024
-
-// decided are keys of extra that vLLM-Omni itself sets for each worker, or has no use for: what a file says there counts for nothing.
+// decided are keys of extra that vLLM-Omni sets itself for each worker, or that change nothing: what a file says there does not count.
 var decided = []string{"stage_id", "from_stage", "to_stage", "agent_name", "handshake_max_wait_s", "handshake_retry_s"}
 
 var (
@@ -128,8 +130,8 @@ var (
 	deviceName  = regexp.MustCompile(`^[a-z]{1,32}(:[0-9]{1,4})?$`)
 )
 
-// connector reads an entry. What is wrong with it is an error at once, except that it is of a kind that is not ours: nothing in it is
-// looked at then, and only a stage of ours that uses it is refused.
+// connector reads an entry. What is wrong with it is an error at once, used or not. Of a kind that is not ours nothing is looked at,
+// and only a stage that uses it is refused, since the other stages may be somebody else's.
 func (p *parser) connector(v at, label string) *connector {
 	c := &connector{at: v, base: DefaultBasePort}
 	if !v.mapping() {
@@ -154,17 +156,18 @@ func (p *parser) connector(v at, label string) *connector {
 		p.fail(extra.bad("give keys and values"))
 		return c
 	}
-	switch c.Kind {
-	case NIXL:
-		p.extra(c, extra, nixlKeys)
-	case Ferry:
-		p.extra(c, extra, ferryKeys)
+	if c.wired() {
+		p.extra(c, extra)
 	}
 	return c
 }
 
 // extra reads the settings of a connector. Those of shared memory are the models' only, and theirs may stand in every connector.
-func (p *parser) extra(c *connector, extra at, known map[string]setter) {
+func (p *parser) extra(c *connector, extra at) {
+	known := nixlKeys
+	if c.Kind == Ferry {
+		known = ferryKeys
+	}
 	c.Threads, c.Lease, c.Transfer, c.Poll, c.Handshake = DefaultThreads, DefaultLease, DefaultTransfer, DefaultPoll, DefaultHandshake
 	if extra.node != nil {
 		for _, f := range extra.each() {
@@ -204,7 +207,7 @@ func (p *parser) extra(c *connector, extra at, known map[string]setter) {
 			continue
 		}
 		v.scalar = n
-		*e.to, _ = p.duration(v, time.Second, "seconds")
+		*e.to, _ = p.seconds(v)
 	}
 }
 
@@ -254,6 +257,10 @@ func (p *parser) names(v at, valid *regexp.Regexp, what string) []string {
 	return all
 }
 
+func (p *parser) backends(c *connector, v at) {
+	c.Backends = p.names(v, backendName, "NIXL backends, such as [UCX]")
+}
+
 func (p *parser) planes(c *connector, v at) {
 	c.Planes = p.names(v, planeName, fmt.Sprintf("planes of %s, %s, %s", transfer.Mapped, transfer.NIXL, transfer.TCP))
 }
@@ -281,12 +288,12 @@ func (p *parser) memoryType(c *connector, v at) {
 func (p *parser) role(c *connector, v at) {
 	s, ok := p.text(v)
 	switch s = strings.ToLower(s); s {
-	case roleSender, roleReceive:
+	case roleSender, roleReceiver:
 		c.role = s
 	case "auto":
 	default:
 		if ok {
-			p.fail(v.bad("give %s or %s, or leave it out: an edge says who sends", roleSender, roleReceive))
+			p.fail(v.bad("give %s or %s, or leave it out: an edge says who sends", roleSender, roleReceiver))
 		}
 	}
 }

@@ -73,7 +73,7 @@ func (p *parser) deployment(path string, top *node) (*Deployment, error) {
 	var seen []*connector
 	for _, e := range d.edges {
 		d.others = d.others || remote(e.host) || remote(e.senderHost)
-		if e.Threads > 0 && !e.hostGiven && e.senderHost == "" && !slices.Contains(seen, e.connector) {
+		if e.wired() && !e.hostGiven && e.senderHost == "" && !slices.Contains(seen, e.connector) {
 			seen = append(seen, e.connector)
 			p.warning(e.at, "no host: the producer listens at the address that it detects, and consumers ask "+defaultSenderHost+" unless a request says where; set host")
 		}

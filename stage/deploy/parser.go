@@ -113,7 +113,14 @@ func (p *parser) integer(v at, lo, hi int) (int, bool) {
 
 const maxSeconds = 1e9 // over 30 years, and fits a time.Duration
 
-// duration reads a time in units. Zero, negative, NaN and infinite ones are refused, as is what is below a microsecond.
+// seconds reads a time. Zero, negative, NaN and infinite ones are refused, as is what is below a microsecond.
+func (p *parser) seconds(v at) (time.Duration, bool) { return p.duration(v, time.Second, "seconds") }
+
+// milliseconds is seconds of another unit.
+func (p *parser) milliseconds(v at) (time.Duration, bool) {
+	return p.duration(v, time.Millisecond, "milliseconds")
+}
+
 func (p *parser) duration(v at, unit time.Duration, name string) (time.Duration, bool) {
 	n, ok := p.number(v)
 	if !ok {
@@ -124,7 +131,7 @@ func (p *parser) duration(v at, unit time.Duration, name string) (time.Duration,
 		p.fail(v.bad("give %s above 0, a finite number; leave it out for the default", name))
 		return 0, false
 	}
-	return time.Duration(s * float64(time.Second)), true
+	return time.Duration(math.Round(s * float64(time.Second))), true
 }
 
 // unknown is the error about a key that stands where it means nothing.

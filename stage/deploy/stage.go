@@ -65,13 +65,13 @@ func (d *Deployment) Stage(id int, p Place) (*Stage, error) {
 			return nil, err
 		}
 		if e.from == id {
-			if e.Kind == SharedMemory { // the others are below
+			if !e.wired() { // the others are below
 				s.Outgoing = append(s.Outgoing, Outgoing{To: e.to, Settings: e.Settings})
 			}
 			continue
 		}
 		in := Incoming{From: e.from, Settings: e.Settings}
-		if e.Kind != SharedMemory {
+		if e.wired() {
 			port, err := e.sender(p)
 			if err != nil {
 				return nil, err
@@ -108,7 +108,7 @@ func (e edge) usable(id int) error {
 	}
 	role := roleSender
 	if e.to == id {
-		role = roleReceive
+		role = roleReceiver
 	}
 	if e.role != "" && e.role != role {
 		extra, _ := e.field("extra")
@@ -153,7 +153,7 @@ type bind struct {
 func (d *Deployment) binds(id int) []bind {
 	var all []bind
 	for _, e := range d.edges {
-		if e.from == id && (e.Kind == NIXL || e.Kind == Ferry) {
+		if e.from == id && e.wired() {
 			all = append(all, bind{e.connector, e.to, id, e.host, e.base, e.baseGiven})
 		}
 	}
