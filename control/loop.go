@@ -21,6 +21,13 @@ const turnBudget = 256
 // maxSockets is libzmq's limit for one loop: a router or dealer takes three (itself and both ends of its monitor).
 const maxSockets = 16384
 
+// A loop that has yielded for yieldLong or longer does not do it again for yieldPauseMin, which doubles up to yieldPauseMax.
+const (
+	yieldLong     = 500 * time.Microsecond
+	yieldPauseMin = 25 * time.Millisecond
+	yieldPauseMax = 2 * time.Second
+)
+
 // member is a Router or Dealer of a loop.
 type member interface {
 	// turn does what there is to do, up to about turnBudget messages, and says whether it must be called again before the loop
@@ -42,13 +49,13 @@ func (s *standing) base() *standing { return s }
 // ended says whether the member takes no more messages and makes no more calls.
 func (s *standing) ended(l *Loop) bool { return s.closed.Load() || l.closing.Load() }
 
-// Loop is one owner goroutine, locked to its thread.
+// Loop is one owner goroutine. It is locked to a thread while it works.
 type Loop struct {
 	opts  Options
 	ctx   *zmq4.Context
 	epoll int
-	event int // eventfd: wakes the owner
-	tid   atomic.Int64
+	event int          // eventfd: wakes the owner
+	tid   atomic.Int64 // the owner's thread while it works, else 0
 
 	mu      sync.Mutex
 	calls   []func()
@@ -57,16 +64,23 @@ type Loop struct {
 	err     error       // why the loop ended, if not by Close
 	closing atomic.Bool // no new members, no new calls; set under mu
 	total   total
+	sleeps  int // so far; tests look at it
 
 	done chan struct{}
 
 	// Owner only.
-	in, inMon inbound
-	read      []byte              // where streams read
-	members   map[member]struct{} // not yet released
-	watched   map[int]member      // by descriptor
-	alarms    alarms
-	monitors  int // made so far: names them
+	in, inMon  inbound
+	read       []byte // where streams read
+	events     [128]unix.EpollEvent
+	found      int      // of events
+	spareCalls []func() // take turns with calls and ready
+	spareReady []member
+	yieldAt    time.Time // not before
+	yieldPause time.Duration
+	members    map[member]struct{} // not yet released
+	watched    map[int]member      // by descriptor
+	alarms     alarms
+	monitors   int // made so far: names them
 }
 
 // NewLoop starts a loop. The caller owns it and must Close it.
@@ -81,10 +95,9 @@ func NewLoop(o Options) (*Loop, error) {
 		return nil, fmt.Errorf("control: start a loop: %w", err)
 	}
 	l.in, l.inMon, l.read = newInbound(), newInbound(), make([]byte, readSize)
+	l.yieldPause = yieldPauseMin
 	l.total.flow = newFlow(flow{})
-	started := make(chan struct{})
-	go l.run(started)
-	<-started
+	go l.run()
 	return l, nil
 }
 
@@ -239,51 +252,80 @@ func (l *Loop) fail(err error) {
 	}
 }
 
-func (l *Loop) run(started chan<- struct{}) {
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	l.tid.Store(int64(unix.Gettid()))
-	close(started)
-
-	var (
-		events [128]unix.EpollEvent
-		calls  []func()
-		turns  []member
-	)
-	for {
-		l.mu.Lock()
-		if l.closing.Load() {
-			l.mu.Unlock()
-			break
-		}
-		calls, l.calls = l.calls, calls[:0]
-		turns, l.ready = l.ready, turns[:0]
-		l.mu.Unlock()
-
-		for i, f := range calls {
-			f()
-			calls[i] = nil
-		}
-		for i, m := range turns {
-			if m.turn() {
-				l.again(m)
-			}
-			turns[i] = nil
-		}
-		l.ring()
-		n, err := unix.EpollWait(l.epoll, events[:], l.sleep())
-		l.mu.Lock()
-		l.asleep = false
-		l.mu.Unlock()
+func (l *Loop) run() {
+	for l.work() {
+		l.yield()
+		n, err := unix.EpollWait(l.epoll, l.events[:], l.sleep())
+		l.found = max(n, 0)
 		if err != nil && !errors.Is(err, syscall.EINTR) {
 			l.fail(fmt.Errorf("control: epoll_wait: %w", err))
-			break
-		}
-		for _, ev := range events[:max(n, 0)] {
-			l.dispatch(int(ev.Fd))
 		}
 	}
+	l.hold()
 	l.end()
+	l.let()
+	close(l.done)
+}
+
+// hold keeps the owner on its thread until let, so that onOwner can tell.
+func (l *Loop) hold() {
+	runtime.LockOSThread()
+	l.tid.Store(int64(unix.Gettid()))
+}
+
+func (l *Loop) let() {
+	l.tid.Store(0)
+	runtime.UnlockOSThread()
+}
+
+// work does what there is to do, and says whether the loop goes on.
+func (l *Loop) work() bool {
+	l.hold()
+	defer l.let()
+	for _, ev := range l.events[:l.found] {
+		l.dispatch(int(ev.Fd))
+	}
+	l.found = 0
+	l.ring()
+	l.mu.Lock()
+	l.asleep = false
+	if l.closing.Load() {
+		l.mu.Unlock()
+		return false
+	}
+	calls, turns := l.calls, l.ready
+	l.calls, l.ready = l.spareCalls[:0], l.spareReady[:0]
+	l.mu.Unlock()
+	for i, f := range calls {
+		f()
+		calls[i] = nil
+	}
+	for i, m := range turns {
+		if m.turn() {
+			l.again(m)
+		}
+		turns[i] = nil
+	}
+	l.spareCalls, l.spareReady = calls, turns
+	return true
+}
+
+// yield lets the goroutines that handlers have woken run on this thread before it sleeps: Go would wake another thread for them, which
+// takes as long as all else of a local round trip. But where others keep all of GOMAXPROCS busy, to yield costs one of their time
+// slices, 10 ms; so after one that took long the next is a while away.
+func (l *Loop) yield() {
+	start := time.Now()
+	if start.Before(l.yieldAt) {
+		return
+	}
+	runtime.Gosched()
+	took := time.Since(start)
+	if took < yieldLong {
+		l.yieldPause = yieldPauseMin
+		return
+	}
+	l.yieldAt = start.Add(took + l.yieldPause)
+	l.yieldPause = min(2*l.yieldPause, yieldPauseMax)
 }
 
 // again lists m for another turn. Its ready flag is still set.
@@ -314,6 +356,9 @@ func (l *Loop) sleep() int {
 	l.mu.Lock()
 	idle := len(l.calls) == 0 && len(l.ready) == 0 && !l.closing.Load()
 	l.asleep = idle
+	if idle {
+		l.sleeps++
+	}
 	l.mu.Unlock()
 	switch {
 	case !idle:
@@ -366,6 +411,4 @@ func (l *Loop) end() {
 	l.total.flow.drop()
 	l.total.flow = flow{} // for a Send that is under way
 	l.mu.Unlock()
-	l.tid.Store(0)
-	close(l.done)
 }
