@@ -75,7 +75,8 @@ func (p *parser) deployment(path string, top *node) (*Deployment, error) {
 		d.others = d.others || remote(e.host) || remote(e.senderHost)
 		if e.wired() && !e.hostGiven && e.senderHost == "" && !slices.Contains(seen, e.connector) {
 			seen = append(seen, e.connector)
-			p.warning(e.at, "no host: the producer listens at the address that it detects, and consumers ask "+defaultSenderHost+" unless a request says where; set host")
+			p.warning(e.at, "no host: the producer listens at the address that it detects, and consumers ask "+defaultSenderHost+
+				" unless a request says where; set host")
 		}
 	}
 	if err := p.take(); err != nil {

@@ -1,7 +1,9 @@
 package deploy
 
 import (
+	"fmt"
 	"math"
+	"slices"
 	"strconv"
 	"strings"
 )
@@ -59,68 +61,70 @@ func (p *parser) resolve(v at, named map[string]*connector) *connector {
 
 // add adds an edge. Where both of its stages describe it, the first one counts, as for the peers.
 func (d *Deployment) add(p *parser, e edge, v at) {
-	for _, have := range d.edges {
-		switch {
-		case have.from != e.from || have.to != e.to || have.connector == e.connector:
-		case have.kind != e.kind:
-			p.fail(v.bad("edge %d to %d is a %s here and a %s at the other stage; give both the same connector", e.from, e.to, e.kind, have.kind))
-		case !same(have.node, e.node):
-			p.warning(v, "the other stage describes this edge differently, and that is what counts; refer to one connector at both")
-		}
-		if have.from == e.from && have.to == e.to {
-			return
-		}
+	have, ok := d.between(e.from, e.to)
+	switch {
+	case !ok:
+		d.edges = append(d.edges, e)
+	case have.connector == e.connector:
+	case have.kind != e.kind:
+		p.fail(v.bad("edge %d to %d is a %s here and a %s at the other stage; give both the same connector", e.from, e.to, e.kind, have.kind))
+	case !same(have.node, e.node):
+		p.warning(v, "the other stage describes this edge differently, and that is what counts; refer to one connector at both")
 	}
-	d.edges = append(d.edges, e)
 }
 
-// plainEdges adds those that only edges: or engine_input_source names. They go through shared memory, as with vLLM-Omni.
-func (d *Deployment) plainEdges(p *parser, root at) {
-	shared := func(from, to at) {
-		a, aok := p.integer(from, 0, math.MaxInt32)
-		b, bok := p.integer(to, 0, math.MaxInt32)
-		if !aok || !bok {
-			return
-		}
-		for _, end := range []struct {
-			at
-			id int
-		}{{from, a}, {to, b}} {
-			if _, err := d.info(end.id); err != nil {
-				p.fail(end.bad("there is no stage %d in stages", end.id))
-				return
-			}
-		}
-		for _, have := range d.edges {
-			if have.from == a && have.to == b {
-				return
-			}
-		}
-		c := &connector{at: from, kind: string(SharedMemory), Settings: Settings{Kind: SharedMemory}}
-		d.edges = append(d.edges, edge{a, b, c})
+func (d *Deployment) between(from, to int) (edge, bool) {
+	i := slices.IndexFunc(d.edges, func(e edge) bool { return e.from == from && e.to == to })
+	if i < 0 {
+		return edge{}, false
 	}
-	if list, ok := root.field("edges"); ok && !list.null() {
-		if !list.list {
-			p.fail(list.bad("give a list of from and to"))
-			return
-		}
+	return d.edges[i], true
+}
+
+// plainEdges adds those that only edges: or a stage's engine_input_source names.
+func (d *Deployment) plainEdges(p *parser, root at) {
+	list, ok := root.field("edges")
+	if ok && !list.null() && !list.list {
+		p.fail(list.bad("give a list of from and to"))
+	}
+	if ok {
 		for i, n := range list.items {
-			e := at{node: n, key: "edges[" + strconv.Itoa(i) + "]"}
+			e := at{node: n, key: fmt.Sprintf("edges[%d]", i)}
 			from, ok1 := e.field("from")
 			to, ok2 := e.field("to")
 			if !ok1 || !ok2 {
 				p.fail(e.bad("give from and to"))
 				continue
 			}
-			shared(from, to)
+			d.plainEdge(p, from, to)
 		}
 	}
 	for _, s := range d.Stages {
-		id, _ := s.at.field("stage_id")
+		to, _ := s.at.field("stage_id")
 		if sources, ok := s.at.field("engine_input_source"); ok {
-			for _, n := range sources.items {
-				shared(at{node: n, key: sources.key}, id)
+			for i, n := range sources.items {
+				d.plainEdge(p, at{node: n, key: fmt.Sprintf("%s[%d]", sources.key, i)}, to)
 			}
 		}
+	}
+}
+
+// plainEdge adds an edge through shared memory, as vLLM-Omni does, unless there is one.
+func (d *Deployment) plainEdge(p *parser, from, to at) {
+	var ids [2]int
+	for i, end := range []at{from, to} {
+		id, ok := p.integer(end, 0, math.MaxInt32)
+		if !ok {
+			return
+		}
+		if _, err := d.info(id); err != nil {
+			p.fail(end.bad("there is no stage %d in stages", id))
+			return
+		}
+		ids[i] = id
+	}
+	if _, ok := d.between(ids[0], ids[1]); !ok {
+		c := &connector{at: from, kind: string(SharedMemory), Settings: Settings{Kind: SharedMemory}}
+		d.edges = append(d.edges, edge{ids[0], ids[1], c})
 	}
 }

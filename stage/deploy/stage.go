@@ -87,7 +87,8 @@ func (d *Deployment) Stage(id int, p Place) (*Stage, error) {
 		}
 		out := Outgoing{To: b.to, Settings: b.c.Settings, Bind: Endpoint{hosts.or(b.c, b.host), port}, AnyPort: !b.baseGiven}
 		if d.others && !remote(out.Bind.Host) {
-			s.Warnings = append(s.Warnings, b.c.hostWarning(out.Bind.Host, "consumers elsewhere that are told this ask themselves: set host to an address of this machine"))
+			const text = "consumers elsewhere that are told this ask themselves: set host to an address of this machine"
+			s.Warnings = append(s.Warnings, b.c.hostWarning(out.Bind.Host, text))
 		}
 		s.Outgoing = append(s.Outgoing, out)
 	}
