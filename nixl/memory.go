@@ -26,6 +26,16 @@ func (t MemoryType) String() string {
 	return names[t]
 }
 
+// ParseMemoryType takes NIXL's name, such as "DRAM".
+func ParseMemoryType(name string) (MemoryType, error) {
+	for t := DRAM; t <= File; t++ {
+		if t.String() == name {
+			return t, nil
+		}
+	}
+	return 0, fmt.Errorf("%w: memory type %.40q", ErrBadArgument, name)
+}
+
 // Range is a piece of memory by address.
 type Range struct {
 	Addr   uintptr

@@ -107,6 +107,9 @@ func (f *fields) body() error {
 	return nil
 }
 
+// AgentName is the name of the agent that metadata is of. ErrBadArgument: it is not NIXL's, or cut short.
+func AgentName(metadata []byte) (string, error) { return peekName(metadata) }
+
 // peekName reads the agent's name off metadata, and refuses what is not NIXL's or is cut short, before the library sees it.
 func peekName(metadata []byte) (string, error) {
 	rest, ok := bytes.CutPrefix(metadata, []byte(metadataMark))

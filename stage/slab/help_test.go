@@ -119,14 +119,7 @@ func fakeNIXL(t testing.TB) *nixl.Plane {
 // realNIXL runs agents in processes of their own, by the library of the venv that PEERS_PYTHON belongs to, or else that is found.
 func realNIXL(t testing.TB) *nixl.Plane {
 	t.Helper()
-	o := nixl.Options{Command: []string{"/usr/bin/env", agentEnv + "=1", os.Args[0]}, Loopback: true}
-	if python := os.Getenv("PEERS_PYTHON"); python != "" {
-		m, _ := filepath.Glob(filepath.Join(filepath.Dir(filepath.Dir(python)), "lib/python3*/site-packages/.nixl_cu1*.mesonpy.libs/libnixl_capi.so"))
-		if len(m) > 0 {
-			o.Library = m[len(m)-1]
-		}
-	}
-	p, err := nixl.New(o)
+	p, err := nixl.New(nixl.Options{Library: libraryPath(), Command: []string{"/usr/bin/env", agentEnv + "=1", os.Args[0]}, Loopback: true})
 	if err != nil {
 		if os.Getenv("FERRY_INTEROP_REQUIRED") != "" {
 			t.Fatal(err)
@@ -134,6 +127,17 @@ func realNIXL(t testing.TB) *nixl.Plane {
 		t.Skipf("no NIXL here: %v", err)
 	}
 	return p
+}
+
+// libraryPath is that of the venv that PEERS_PYTHON belongs to, or "" for where it is found.
+func libraryPath() string {
+	if python := os.Getenv("PEERS_PYTHON"); python != "" {
+		m, _ := filepath.Glob(filepath.Join(filepath.Dir(filepath.Dir(python)), "lib/python3*/site-packages/.nixl_cu1*.mesonpy.libs/libnixl_capi.so"))
+		if len(m) > 0 {
+			return m[len(m)-1]
+		}
+	}
+	return ""
 }
 
 // describe gives metadata of tensors of those sizes, as a Store has it.

@@ -24,7 +24,7 @@ const quarantine = 60 * time.Second
 // that came in m itself). On success, all bytes are in place.
 //
 // If ctx is done before the READ is over, Read returns ctx's error and the READ may still write into the buffer: see Buffer.Idle. A READ
-// that fails on one plane is tried on the next.
+// that fails on one plane is tried on the next, or, with a plain producer, once more.
 // Errors: ErrNoPlane, ErrMismatch, ErrClosed, and those of package transfer (ErrDenied, ErrPeerLost, ..).
 func (s *Slab) Read(ctx context.Context, m *wire.Metadata, into *Buffer) (plane string, err error) {
 	if err := into.fits(m); err != nil {
@@ -43,8 +43,7 @@ func (s *Slab) Read(ctx context.Context, m *wire.Metadata, into *Buffer) (plane 
 	case f != nil && len(f.Offsets) > 0:
 		return s.readOffered(ctx, m, into)
 	}
-	into.end()
-	return "", fmt.Errorf("%w: no descriptors", ErrNoPlane)
+	return s.readPlaces(ctx, m, into)
 }
 
 // fits says whether m's tensors are of b's sizes.
@@ -129,7 +128,8 @@ func (s *Slab) readOffered(ctx context.Context, m *wire.Metadata, into *Buffer) 
 		into.end()
 		return "", err
 	}
-	var failed, reached error
+	var failed error
+	reached := false
 	for _, w := range s.ways {
 		name := w.plane.Name()
 		at := slices.IndexFunc(m.Ferry.Planes, func(o wire.PlaneOffer) bool { return o.Name == name })
@@ -139,24 +139,24 @@ func (s *Slab) readOffered(ctx context.Context, m *wire.Metadata, into *Buffer) 
 		offer := &m.Ferry.Planes[at]
 		p, err := w.peers.get(ctx, offer.Metadata)
 		if err == nil {
-			err = w.read(ctx, p, s.requests(offer.Token, spans, into), into)
-			if errors.Is(err, errAbandoned) {
-				return "", fmt.Errorf("slab: plane %s: %w", name, ctx.Err()) // the READ ends the buffer's when it is over
-			}
-			reached = err
+			reached = true
+			err = s.wait(ctx, post(ctx, p, s.requests(offer.Token, spans, into), into, &w.peers))
 		}
-		if err == nil || ctx.Err() != nil || errors.Is(err, transfer.ErrDenied) {
+		switch {
+		case errors.Is(err, errAbandoned):
+			return "", fmt.Errorf("slab: plane %s: %w", name, ctx.Err())
+		case err == nil:
 			into.end()
-			if err != nil {
-				return "", fmt.Errorf("slab: plane %s: %w", name, err)
-			}
 			return name, nil
+		case ctx.Err() != nil || errors.Is(err, transfer.ErrDenied):
+			into.end()
+			return "", fmt.Errorf("slab: plane %s: %w", name, err)
 		}
 		failed = errors.Join(failed, fmt.Errorf("plane %s: %w", name, err))
 	}
 	into.end()
 	switch {
-	case reached != nil:
+	case reached:
 		return "", fmt.Errorf("slab: %w", failed)
 	case failed != nil:
 		return "", fmt.Errorf("%w: %w", ErrNoPlane, failed)
@@ -168,26 +168,47 @@ func (s *Slab) readOffered(ctx context.Context, m *wire.Metadata, into *Buffer) 
 	return "", fmt.Errorf("%w: it offers %s, here are %s", ErrNoPlane, names(offered), names(s.planeNames()))
 }
 
-// errAbandoned: the READ goes on after ctx, and ends the buffer's use when it is over.
-var errAbandoned = errors.New("slab: abandoned")
+// flight is READs that were posted for one buffer. Its outcome is that of all together.
+type flight struct {
+	reads []transfer.Read
+	err   error // of the posting: then some READs are missing
+	into  *Buffer
+	over  func(lost bool) // called once, when all are over: lost says that the peer failed
+	force func()          // makes the plane end them
+}
 
-// read does READs of one peer, which it puts back when they are over.
-func (w *way) read(ctx context.Context, p *peer, requests []transfer.ReadRequest, into *Buffer) error {
-	reads := make([]transfer.Read, 0, 4)
-	var err error
+// post posts READs of one peer, which is put back when they are over.
+func post(ctx context.Context, p *peer, requests []transfer.ReadRequest, into *Buffer, all *peers) flight {
+	f := flight{
+		into: into,
+		over: func(lost bool) { all.put(p, lost) },
+		force: func() {
+			all.drop(p)
+			all.end(p)
+		},
+	}
 	for _, r := range requests {
-		var rd transfer.Read
-		if rd, err = p.link.Read(ctx, r); err != nil {
+		rd, err := p.link.Read(ctx, r)
+		if err != nil {
+			f.err = err
 			break
 		}
-		reads = append(reads, rd)
+		f.reads = append(f.reads, rd)
 	}
-	if err != nil { // those before it are of no use
-		for _, rd := range reads {
+	return f
+}
+
+// errAbandoned: the READs go on after ctx, and end the buffer's use when they are over.
+var errAbandoned = errors.New("slab: abandoned")
+
+// wait waits for the READs of f, or gives them up.
+func (s *Slab) wait(ctx context.Context, f flight) error {
+	if f.err != nil { // those that were posted are of no use
+		for _, rd := range f.reads {
 			rd.Cancel()
 		}
 	}
-	for i, rd := range reads {
+	for i, rd := range f.reads {
 		select {
 		case <-rd.Done():
 			continue
@@ -196,108 +217,40 @@ func (w *way) read(ctx context.Context, p *peer, requests []transfer.ReadRequest
 		select {
 		case <-rd.Done():
 		case <-ctx.Done():
-			w.abandon(p, reads[i:], into)
+			s.abandon(f, i)
 			return errAbandoned
 		}
 	}
-	for _, rd := range reads {
+	err := f.err
+	for _, rd := range f.reads {
 		if err == nil {
 			err = rd.Err()
 		}
 	}
-	w.peers.put(p, lost(err))
+	f.over(lost(err))
 	return err
 }
 
-// abandon lets READs go on that nobody waits for: their destination stays in quarantine until they are over.
-func (w *way) abandon(p *peer, reads []transfer.Read, into *Buffer) {
-	for _, rd := range reads {
+// abandon lets READs, from the i-th on, go on that nobody waits for: their destination stays in quarantine until they are over.
+func (s *Slab) abandon(f flight, i int) {
+	for _, rd := range f.reads[i:] {
 		rd.Cancel()
 	}
-	w.peers.work.Go(func() {
+	s.work.Go(func() {
 		overdue := time.NewTimer(quarantine)
 		defer overdue.Stop()
 		failed := false
-		for _, rd := range reads {
+		for _, rd := range f.reads[i:] {
 			select {
 			case <-rd.Done():
 			case <-overdue.C:
-				w.peers.drop(p)
-				w.peers.end(p)
+				s.log.Warn("slab: a READ that was given up does not end; its peer is closed", "bytes", f.into.bytes, "since", quarantine)
+				f.force()
 				<-rd.Done()
 			}
 			failed = failed || lost(rd.Err())
 		}
-		into.end()
-		w.peers.put(p, failed)
+		f.into.end()
+		f.over(failed)
 	})
-}
-
-// View gives the tensors' bytes where they are at a producer of this machine, without a copy: one read-only slice for each of
-// m.Specs. They stay mapped until release is called. Whether they still are what was granted is for the caller to verify at the
-// producer before it believes them, and its claim has to hold as long as they are in use. ErrNoPlane: not to be had without a copy.
-func (s *Slab) View(ctx context.Context, m *wire.Metadata) (tensors [][]byte, plane string, release func(), err error) {
-	f := m.Ferry
-	if f == nil || len(f.Offsets) == 0 {
-		return nil, "", nil, fmt.Errorf("%w: no offsets", ErrNoPlane)
-	}
-	spans, err := remote(m)
-	if err != nil {
-		return nil, "", nil, err
-	}
-	var failed error
-	for _, w := range s.ways {
-		name := w.plane.Name()
-		at := slices.IndexFunc(f.Planes, func(o wire.PlaneOffer) bool { return o.Name == name })
-		if at < 0 || !w.plane.Capabilities().InPlace {
-			continue
-		}
-		p, err := w.peers.get(ctx, f.Planes[at].Metadata)
-		if err == nil {
-			tensors, release, err = view(p.link, f.Planes[at].Token, spans, m.Specs)
-			w.peers.put(p, lost(err)) // a view outlives its peer
-			if err == nil {
-				return tensors, name, release, nil
-			}
-		}
-		if ctx.Err() != nil {
-			return nil, "", nil, ctx.Err()
-		}
-		failed = errors.Join(failed, fmt.Errorf("plane %s: %w", name, err))
-	}
-	if failed == nil {
-		return nil, "", nil, fmt.Errorf("%w: no plane that shares memory is at both ends", ErrNoPlane)
-	}
-	return nil, "", nil, fmt.Errorf("%w: %w", ErrNoPlane, failed)
-}
-
-func view(link transfer.Peer, token []byte, spans []region.Span, specs []wire.Spec) ([][]byte, func(), error) {
-	v, ok := link.(transfer.Viewer)
-	if !ok {
-		return nil, nil, fmt.Errorf("%w: its peers are no Viewers", transfer.ErrUnreachable)
-	}
-	var releases []func()
-	release := func() {
-		for _, f := range releases {
-			f()
-		}
-	}
-	var all [][]byte
-	for part := range slices.Chunk(spans, transfer.MaxSpans) {
-		got, f, err := v.View(token, part)
-		if err != nil {
-			release()
-			return nil, nil, err
-		}
-		releases, all = append(releases, f), append(all, got...)
-	}
-	tensors := make([][]byte, len(specs))
-	for i := range specs {
-		if specs[i].Size == 0 {
-			tensors[i] = []byte{}
-			continue
-		}
-		tensors[i], all = all[0], all[1:]
-	}
-	return tensors, release, nil
 }

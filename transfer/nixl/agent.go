@@ -3,6 +3,8 @@ package nixl
 import (
 	"context"
 	"os"
+
+	binding "github.com/tensorferry/tensorferry/nixl"
 )
 
 // agent is one incarnation of a NIXL agent, in this process (engine) or in one of its own (child). Methods are safe for concurrent
@@ -48,11 +50,13 @@ type piece struct {
 	offset uint64 // in it
 	remote uint64 // address in the peer's process
 	length uint64
+	device uint64 // of the peer's that the address is on; 0 for DRAM
 }
 
 // readOp is a READ by addresses.
 type readOp struct {
 	peer   uint64
+	far    binding.MemoryType // of the peer's memory; that of ours is where the pieces are attached, the same for all
 	pieces []piece
 	notify bool   // tell the peer when it is complete
 	note   []byte // with this, which may be empty

@@ -199,14 +199,14 @@ func (e *engine) request(r readOp, remote *remote) (*binding.Request, error) {
 			return nil, fmt.Errorf("%w: nixl: [%d +%d] is not in attached memory %d", transfer.ErrBadRequest, p.offset, p.length, p.memory)
 		}
 		local[i] = binding.Range{Addr: m.base + uintptr(p.offset), Len: p.length}
-		far[i] = binding.Range{Addr: uintptr(p.remote), Len: p.length}
+		far[i] = binding.Range{Addr: uintptr(p.remote), Len: p.length, Device: p.device}
 	}
 	e.mu.Unlock()
 	var o binding.RequestOptions
 	if r.notify {
 		o.Notification = append([]byte{}, r.note...) // not nil
 	}
-	return e.agent.NewRequest(binding.Read, binding.Descs{Ranges: local}, binding.Descs{Ranges: far}, remote.peer, o)
+	return e.agent.NewRequest(binding.Read, binding.Descs{Ranges: local}, binding.Descs{Type: r.far, Ranges: far}, remote.peer, o)
 }
 
 // finish is the end of a READ, good or bad.

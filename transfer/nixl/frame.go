@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	binding "github.com/tensorferry/tensorferry/nixl"
 	"github.com/tensorferry/tensorferry/transfer"
 	"github.com/tensorferry/tensorferry/transfer/internal/fields"
 )
@@ -28,7 +29,7 @@ const (
 	frameDetach                            // memory id
 	frameAddPeer                           // metadata; reply: peer id
 	frameDropPeer                          // peer id
-	frameRead                              // peer id, whether to notify, the message, pieces
+	frameRead                              // peer id, whether to notify, the message, the memory type, pieces
 	frameAttend                            // nothing
 	frameReply                             // to the plane
 	frameNotification                      // to the plane: the message
@@ -38,8 +39,8 @@ const (
 
 const (
 	frameHeader = 4 + 1 + 8
-	maxFrame    = 4 << 20 // a READ of maxPieces has 1.8 MB
-	pieceBytes  = 4 + 3*8
+	maxFrame    = 4 << 20 // a READ of maxPieces has 2.3 MB
+	pieceBytes  = 4 + 4*8
 	writeStall  = 10 * time.Second // an agent process that reads nothing for so long is given up
 )
 
@@ -240,12 +241,14 @@ func appendRead(b []byte, r readOp) []byte {
 	}
 	b = append(b, notify)
 	b = fields.AppendString(b, string(r.note))
+	b = append(b, byte(r.far))
 	b = binary.LittleEndian.AppendUint32(b, uint32(len(r.pieces)))
 	for _, p := range r.pieces {
 		b = binary.LittleEndian.AppendUint32(b, p.memory)
 		b = binary.LittleEndian.AppendUint64(b, p.offset)
 		b = binary.LittleEndian.AppendUint64(b, p.remote)
 		b = binary.LittleEndian.AppendUint64(b, p.length)
+		b = binary.LittleEndian.AppendUint64(b, p.device)
 	}
 	return b
 }
@@ -255,14 +258,15 @@ func parseRead(body []byte) (readOp, error) {
 	op := readOp{peer: r.Uint64()}
 	notify := r.Bytes(1)
 	op.note = []byte(r.Str())
+	far := r.Bytes(1)
 	n := int(r.Uint32())
 	if !r.OK() || n > maxPieces || r.Len() != n*pieceBytes {
 		return readOp{}, errBadFrame
 	}
-	op.notify = notify[0] != 0
+	op.notify, op.far = notify[0] != 0, binding.MemoryType(far[0])
 	op.pieces = make([]piece, n)
 	for i := range op.pieces {
-		op.pieces[i] = piece{r.Uint32(), r.Uint64(), r.Uint64(), r.Uint64()}
+		op.pieces[i] = piece{r.Uint32(), r.Uint64(), r.Uint64(), r.Uint64(), r.Uint64()}
 	}
 	return op, nil
 }

@@ -88,7 +88,7 @@ func TestErrorsKeepTheirKindOverTheWire(t *testing.T) {
 }
 
 func FuzzRead(f *testing.F) {
-	f.Add(appendRead(nil, readOp{peer: 3, notify: true, note: []byte("a:b"), pieces: []piece{{1, 2, 3, 4}, {5, 6, 7, 8}}}))
+	f.Add(appendRead(nil, readOp{peer: 3, notify: true, note: []byte("a:b"), far: 1, pieces: []piece{{1, 2, 3, 4, 0}, {5, 6, 7, 8, 9}}}))
 	f.Add([]byte{})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		op, err := parseRead(b)

@@ -65,7 +65,7 @@ func (l *layout) pieces(remote []region.Span, locals []local) ([]piece, error) {
 				out[last].remote+out[last].length == addr {
 				out[last].length += n
 			} else {
-				out = append(out, piece{at.memory, at.offset, addr, n})
+				out = append(out, piece{memory: at.memory, offset: at.offset, remote: addr, length: n})
 			}
 			s.Offset, s.Length = s.Offset+int64(n), s.Length-int64(n)
 			at.offset, at.length = at.offset+n, at.length-n

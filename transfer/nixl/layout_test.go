@@ -31,7 +31,7 @@ func naive(l *layout, remote []region.Span, locals []local) (out []piece) {
 			if n := len(out) - 1; n >= 0 && out[n].memory == p.memory && out[n].offset+out[n].length == p.offset && out[n].remote+out[n].length == addr {
 				out[n].length++
 			} else {
-				out = append(out, piece{p.memory, p.offset, addr, 1})
+				out = append(out, piece{p.memory, p.offset, addr, 1, 0})
 			}
 		}
 	}
@@ -89,7 +89,7 @@ func TestAContiguousPoolIsOnePiece(t *testing.T) {
 	must(t, err)
 	got, err := l.pieces([]region.Span{{Offset: 7168, Length: 100 * 7168}, {Offset: 101 * 7168, Length: 50}}, []local{{1, 0, 100*7168 + 50}})
 	must(t, err)
-	if want := []piece{{1, 0, 1<<40 + 7168, 100*7168 + 50}}; !slices.Equal(got, want) {
+	if want := []piece{{1, 0, 1<<40 + 7168, 100*7168 + 50, 0}}; !slices.Equal(got, want) {
 		t.Errorf("%v", got)
 	}
 	if l.blocks != nil {

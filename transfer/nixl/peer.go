@@ -39,7 +39,7 @@ func (p *Plane) AddPeer(ctx context.Context, metadata []byte) (transfer.Peer, er
 	if clash(p.lastFacts(), m, os.Getenv) {
 		return nil, fmt.Errorf("%w: nixl: on one machine NIXL %s here would crash the peer's %s; use one version, or UCX_TLS=tcp", transfer.ErrUnreachable, p.lastFacts().Version, m.version)
 	}
-	return p.addPeer(ctx, m.agent, layout{length: int64(m.length), base: m.base})
+	return asPeer(p.addPeer(ctx, m.agent, layout{length: int64(m.length), base: m.base}))
 }
 
 // AddPlainPeer makes the agent of an unmodified peer readable. Its pool is len(blocks) blocks of blockBytes, block i at address
@@ -55,10 +55,18 @@ func (p *Plane) AddPlainPeer(ctx context.Context, agentMetadata []byte, blocks [
 	if err != nil {
 		return nil, err
 	}
-	return p.addPeer(ctx, agentMetadata, l)
+	return asPeer(p.addPeer(ctx, agentMetadata, l))
 }
 
-func (p *Plane) addPeer(ctx context.Context, metadata []byte, l layout) (transfer.Peer, error) {
+// asPeer gives no peer as a nil interface.
+func asPeer(c *peer, err error) (transfer.Peer, error) {
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+func (p *Plane) addPeer(ctx context.Context, metadata []byte, l layout) (*peer, error) {
 	c := &peer{plane: p, metadata: slices.Clone(metadata), layout: l, reads: map[*read]struct{}{}, quiet: make(chan struct{})}
 	if _, _, err := c.handle(ctx); err != nil {
 		return nil, err
@@ -122,14 +130,10 @@ func (c *peer) Read(ctx context.Context, r transfer.ReadRequest) (transfer.Read,
 	if err != nil {
 		return nil, err
 	}
-	rd := &read{peer: c, agent: a, done: make(chan struct{})}
-	c.mu.Lock()
-	if c.closed {
-		c.mu.Unlock()
-		return nil, fmt.Errorf("nixl: read: %w", transfer.ErrClosed)
+	rd, err := c.begin(a)
+	if err != nil {
+		return nil, err
 	}
-	c.reads[rd] = struct{}{}
-	c.mu.Unlock()
 	// A notification costs the peer wake-ups, and the READ a wait: over shared memory the bytes are there when the request is posted.
 	end := readOp{peer: id, notify: r.Notification != nil, note: slices.Clone(r.Notification)}
 	if direct {
@@ -139,6 +143,18 @@ func (c *peer) Read(ctx context.Context, r transfer.ReadRequest) (transfer.Read,
 	}
 	parts := span.Split(slices.Clone(r.Remote), slices.Clone(r.Local), total, int((total+bounceSlot-1)/bounceSlot))
 	go rd.staged(end, bounce, parts)
+	return rd, nil
+}
+
+// begin books a READ.
+func (c *peer) begin(a agent) (*read, error) {
+	rd := &read{peer: c, agent: a, done: make(chan struct{})}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return nil, fmt.Errorf("nixl: read: %w", transfer.ErrClosed)
+	}
+	c.reads[rd] = struct{}{}
 	return rd, nil
 }
 

@@ -19,10 +19,20 @@ const (
 	maxAddFailures  = 1024 // remembered
 )
 
+// A plain peer's metadata lists what it has registered, so it is another one for each payload. NIXL takes it for an agent that it
+// knows, and keeps what it lists beside what earlier ones listed: no connection is made (over 2,000 payloads, with 1.3.2, no descriptor
+// more at either end; to forget and load anew for each costs two at each over tcp). What it keeps grows, so after maxLoads it is all
+// forgotten once, when nobody uses the peer.
+const (
+	maxKeys  = 8
+	maxLoads = 10_000
+)
+
 // remote is a peer's agent as an engine knows it. All users of the same metadata share it.
 type remote struct {
 	id     uint64
-	keys   [][sha256.Size]byte // of its metadata: more than one if it registered more since
+	keys   [][sha256.Size]byte // of its metadata, the last maxKeys: more than one if it registered more since
+	loads  int                 // of metadata
 	peer   *binding.Peer
 	users  int  // by add and drop
 	flying int  // READs
@@ -58,6 +68,10 @@ func (t *peerTable) init(a *binding.Agent, keep int) {
 func (t *peerTable) add(metadata []byte) (uint64, error) {
 	t.adding.Lock()
 	defer t.adding.Unlock()
+	name, err := binding.AgentName(metadata)
+	if err != nil {
+		return 0, classify(fmt.Errorf("nixl: add an agent: %w", err), transfer.ErrBadRequest)
+	}
 	key := sha256.Sum256(metadata)
 	t.mu.Lock()
 	if r := t.byKey[key]; r != nil {
@@ -67,7 +81,7 @@ func (t *peerTable) add(metadata []byte) (uint64, error) {
 	}
 	failure := t.failed[key]
 	for _, r := range t.byID {
-		if !r.failed || !slices.Contains(r.keys, key) {
+		if !r.failed || r.peer.Name() != name {
 			continue
 		}
 		if r.flying > 0 {
@@ -90,8 +104,13 @@ func (t *peerTable) add(metadata []byte) (uint64, error) {
 	delete(t.failed, key)
 	for _, r := range t.byID {
 		if r.peer == peer && !r.failed { // the agent of before, which has registered more
+			r.loads++
 			r.keys = append(r.keys, key)
 			t.byKey[key] = r
+			if len(r.keys) > maxKeys {
+				delete(t.byKey, r.keys[0])
+				r.keys = slices.Delete(r.keys, 0, 1)
+			}
 			t.take(r)
 			return r.id, nil
 		}
@@ -133,7 +152,11 @@ func (t *peerTable) drop(id uint64) {
 		return
 	}
 	t.settle(r)
-	if !r.failed {
+	switch {
+	case r.failed:
+	case r.loads >= maxLoads && r.flying == 0:
+		t.forget(r)
+	default:
 		t.idle = append(t.idle, r)
 	}
 	for len(t.idle) > t.keep {
