@@ -97,7 +97,8 @@ func (p *peers) add(metadata string) *peer {
 		defer p.mu.Unlock()
 		defer close(e.added)
 		if err == nil && p.closed {
-			p.work.Go(func() { _ = link.Close() })
+			late := link
+			p.work.Go(func() { _ = late.Close() })
 			link, err = nil, ErrClosed
 		}
 		if e.link, e.err = link, err; err != nil {
