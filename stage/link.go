@@ -125,8 +125,10 @@ func NewLink(ctx context.Context, o LinkOptions) (_ *Link, err error) {
 	}
 	c := o.Client
 	c.Loop, c.Slab, c.Node = l.loop, o.Slab, o.Node
-	l.client, err = NewClient(c)
-	return l, err
+	if l.client, err = NewClient(c); err != nil {
+		return nil, err
+	}
+	return l, nil
 }
 
 func (l *Link) serve(ctx context.Context) (err error) {
