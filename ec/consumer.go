@@ -156,17 +156,18 @@ type dialFunc func(ctx context.Context, addr string, h control.DealerHandler) (c
 
 // Consumer pulls encodings from peers into a Cache. One READ per key however many ask. All methods are safe for concurrent use.
 type Consumer struct {
-	o      ConsumerOptions
-	t      Timeouts
-	dial   dialFunc
-	hash   string
-	planes []string // names, by preference
-	blocks int64    // in the pool
-	log    *throttledLog
-	ctx    context.Context // ends at Close
-	cancel context.CancelFunc
-	work   sync.WaitGroup // flights, destinations in quarantine, and peers of planes being added or closed
-	stats  consumerCounters
+	o         ConsumerOptions
+	t         Timeouts
+	dial      dialFunc
+	dialLocal dialLocalFunc // nil: no local paths
+	hash      string
+	planes    []string // names, by preference
+	blocks    int64    // in the pool
+	log       *throttledLog
+	ctx       context.Context // ends at Close
+	cancel    context.CancelFunc
+	work      sync.WaitGroup // flights, destinations in quarantine, and peers of planes being added or closed
+	stats     consumerCounters
 
 	mu      sync.Mutex
 	closed  bool
@@ -183,9 +184,20 @@ func NewConsumer(o ConsumerOptions) (*Consumer, error) {
 	if o.Loop == nil {
 		return nil, fmt.Errorf("%w: no control loop", ErrOptions)
 	}
-	return newConsumer(o, func(ctx context.Context, addr string, h control.DealerHandler) (conn, error) {
+	c, err := newConsumer(o, func(ctx context.Context, addr string, h control.DealerHandler) (conn, error) {
 		return o.Loop.Dial(ctx, addr, h)
 	})
+	if err != nil {
+		return nil, err
+	}
+	c.dialLocal = func(ctx context.Context, name string, h control.DealerHandler) (localConn, error) {
+		d, err := o.Loop.DialLocal(ctx, name, h)
+		if err != nil {
+			return nil, err
+		}
+		return d, nil
+	}
+	return c, nil
 }
 
 func newConsumer(o ConsumerOptions, dial dialFunc) (*Consumer, error) {

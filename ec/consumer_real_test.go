@@ -84,6 +84,11 @@ func (e *realEnd) serve(port int) {
 	if e.router, err = e.loop.Listen(bg, "127.0.0.1", port, e.producer); err != nil {
 		e.t.Fatal(err)
 	}
+	name, err := e.router.ListenLocal(bg)
+	if err != nil {
+		e.t.Fatal(err)
+	}
+	e.producer.ServeLocal(name)
 }
 
 func (e *realEnd) stop() {

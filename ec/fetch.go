@@ -317,7 +317,7 @@ func (f *flight) receive(in incoming) event {
 		f.err = fmt.Errorf("%w: %s for %q: %w", ErrBadAck, f.want.addr, f.want.key, in.bad)
 		return evRefused
 	case *wire.Ack:
-		return f.judge(m, in.asked)
+		return f.judge(m, in)
 	case *wire.Verified:
 		if f.state != verifying || m.Grant != f.granted.grant {
 			return evNone // the second answer to a verify that was sent twice

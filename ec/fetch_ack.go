@@ -15,6 +15,8 @@ type granted struct {
 	own    bool
 	grant  string        // own
 	gen    uint64        // own
+	lease  time.Duration // own
+	via    *localLink    // own: the connection that the ack came by; nil: the first
 	renew  time.Duration // own: how often to renew the grant while a READ goes on
 	remote []region.Span
 	sum    *uint64   // own: the producer's checksum
@@ -27,8 +29,8 @@ const (
 	minRenewal = 100 * time.Millisecond
 )
 
-// judge looks at an ack, whose request was made at asked or later, and says what it means for this flight.
-func (f *flight) judge(a *wire.Ack, asked time.Time) event {
+// judge looks at an ack and says what it means for this flight.
+func (f *flight) judge(a *wire.Ack, in incoming) event {
 	own := a.Ferry != nil && a.Ferry.V >= wire.ExtensionVersion
 	f.c.know(f.want.addr, own)
 	if own {
@@ -55,7 +57,7 @@ func (f *flight) judge(a *wire.Ack, asked time.Time) event {
 			f.peer.letGo(a)
 			return evRefused
 		}
-		g.asked = asked
+		g.asked, g.via = in.asked, in.via
 		f.offer = g
 		return evGranted
 	}
@@ -105,7 +107,7 @@ func (c *Consumer) checkAck(w wanted, a *wire.Ack, own bool) (*granted, error) {
 	case x.Rows != 0 && x.Rows != w.spec.Shape[0]:
 		return nil, fmt.Errorf("%w: %q has %d rows at %s, announced as %v", ErrConflict, w.key, x.Rows, w.addr, w.spec.Shape)
 	}
-	renew := max(time.Duration(min(x.LeaseMS, maxLease.Milliseconds()))*time.Millisecond/3, minRenewal)
+	lease := time.Duration(min(x.LeaseMS, maxLease.Milliseconds())) * time.Millisecond
 	var blocks, next int64
 	extents := make([]region.Extent, 0, len(x.Extents))
 	for i, e := range x.Extents {
@@ -120,7 +122,7 @@ func (c *Consumer) checkAck(w wanted, a *wire.Ack, own bool) (*granted, error) {
 	if blocks != w.blocks {
 		return bad("extents of %d blocks for %d", blocks, w.blocks)
 	}
-	return &granted{ack: a, own: true, grant: x.Grant, gen: x.Gen, renew: renew, remote: spansOf(extents, c.o.Compat.BlockBytes, w.spec.Bytes), sum: x.Sum}, nil
+	return &granted{ack: a, own: true, grant: x.Grant, gen: x.Gen, lease: lease, renew: max(lease/3, minRenewal), remote: spansOf(extents, c.o.Compat.BlockBytes, w.spec.Bytes), sum: x.Sum}, nil
 }
 
 // runs joins consecutive block numbers, in the order given.

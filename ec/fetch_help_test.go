@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -66,6 +67,7 @@ type testHost struct {
 	delay   time.Duration
 	pass    func(m wire.Message) bool // decides which messages arrive, in both directions; nil: all
 	seen    []wire.Message            // what arrived at the host
+	local   int                       // of it, by the local path
 }
 
 func (n *testNet) host(port int) *testHost {
@@ -145,6 +147,8 @@ func (h *testHost) Send(id string, body []byte) error {
 }
 
 type testDealer struct {
+	local  bool
+	gone   atomic.Bool // local: Connected is false
 	id     string
 	host   *testHost
 	h      control.DealerHandler
@@ -187,10 +191,17 @@ func (d *testDealer) Send(body []byte) error {
 		handler := h.handler
 		if handler != nil {
 			h.seen = append(h.seen, m)
+			if d.local {
+				h.local++
+			}
 		}
 		h.mu.Unlock()
 		if handler != nil {
-			handler.Message(control.Source{ID: d.id, Addr: "127.0.0.1"}, body)
+			from := control.Source{ID: d.id, Addr: "127.0.0.1"}
+			if d.local {
+				from = control.Source{ID: d.id, Local: true}
+			}
+			handler.Message(from, body)
 		}
 	})
 	return nil
@@ -201,6 +212,25 @@ func (d *testDealer) Close() error {
 	defer d.host.mu.Unlock()
 	delete(d.host.dealers, d.id)
 	return nil
+}
+
+// Connected implements localConn.
+func (d *testDealer) Connected() bool { return !d.gone.Load() }
+
+// dialLocal is a dialLocalFunc to the host of a pair. made takes what it makes.
+func (n *testNet) dialLocal(h *testHost, made chan<- *testDealer) dialLocalFunc {
+	return func(_ context.Context, name string, handler control.DealerHandler) (localConn, error) {
+		n.mu.Lock()
+		n.conns++
+		d := &testDealer{id: fmt.Sprintf("conn-%d", n.conns), local: true, host: h, h: handler, script: newScript(n.t)}
+		n.mu.Unlock()
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		h.dealers[d.id] = d
+		d.script.q <- handler.Up
+		made <- d
+		return d, nil
+	}
 }
 
 // answers is a host that answers requests by a function: a foreign, broken or hostile peer.

@@ -143,7 +143,7 @@ func (p *peer) witness(planes []string) *planeLink {
 	defer p.mu.Unlock()
 	for _, name := range planes {
 		l := p.links[name]
-	if l == nil {
+		if l == nil {
 			continue
 		}
 		select {
@@ -180,12 +180,12 @@ func (p *peer) pulled(key string, gen uint64) {
 // tell reports pulls. What cannot be sent is lost: the leases of the holds end these.
 func (p *peer) tell() {
 	p.mu.Lock()
-	entries, conn := p.untold, p.conn
+	defer p.mu.Unlock()
+	entries := p.untold
 	p.untold = nil
-	p.mu.Unlock()
-	for conn != nil && len(entries) > 0 {
+	for len(entries) > 0 {
 		n := min(len(entries), wire.MaxPulled)
-		if conn.Send(wire.AppendPulled(nil, &wire.Pulled{CompatHash: p.c.hash, Entries: entries[:n]})) != nil {
+		if p.sendLocked(wire.AppendPulled(nil, &wire.Pulled{CompatHash: p.c.hash, Entries: entries[:n]})) != nil {
 			return
 		}
 		entries = entries[n:]

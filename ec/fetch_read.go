@@ -187,19 +187,20 @@ func (f *flight) endRead() {
 	}
 }
 
-// verify asks an own peer whether the bytes are those that it granted. A plain peer cannot say; it has been notified. Where the
-// plane can see that they are, the question only ends the grant, and nobody waits for the answer.
+// verify asks an own peer whether the bytes are those that it granted. A plain peer cannot say; it has been notified. Where it is
+// known here that they are, by the slot table that the plane sees or since the grant still stands, the question only ends the grant, and
+// nobody waits for the answer.
 func (f *flight) verify() event {
 	if !f.granted.own {
 		return f.check()
 	}
 	f.verifies++
 	g := f.granted
-	w, sees := f.link.peer.(transfer.Witness)
-	sees = sees && w.Holds(g.ack.Ferry.Slot, g.gen)
+	w, known := f.link.peer.(transfer.Witness)
+	known = known && w.Holds(g.ack.Ferry.Slot, g.gen) || g.via != nil && g.via.vouches(g.asked, g.lease)
 	// If it cannot be sent now, the wait for the answer ends and it is sent again; without a wait, the lease ends the grant.
 	_ = f.peer.send(wire.AppendVerify(nil, &wire.Verify{Key: f.want.key, Session: f.peer.session, Grant: g.grant, Gen: g.gen}))
-	if sees {
+	if known {
 		return f.check()
 	}
 	f.timer.Reset(f.c.t.AckOwn)

@@ -32,12 +32,15 @@ type peer struct {
 	dialErr error
 	closed  bool
 	up      bool
-	changed chan struct{} // closed, and replaced, when up changes
+	changed chan struct{} // closed, and replaced, when up changes or the local connection is lost
 	since   time.Time     // when it was up last, or dialled
 	downErr error         // why it is not up
 	tries   uint64
 	flights map[string]*flight    // by key: those that expect messages
 	links   map[string]*planeLink // by name of plane
+
+	local     *localLink // nil: there is none
+	localName string     // of the one that is, or was not to be had
 
 	untold     []wire.PulledEntry     // pulls that the producer has not been told of
 	asked      map[string][]time.Time // by key: requests without an answer
@@ -138,9 +141,13 @@ func (p *peer) close() {
 	for _, l := range p.links {
 		p.dropLocked(l)
 	}
+	local := p.dropLocal()
 	p.mu.Unlock()
 	if conn != nil {
 		_ = conn.Close()
+	}
+	if local != nil {
+		_ = local.Close()
 	}
 }
 
@@ -157,10 +164,14 @@ func (p *peer) Up() {
 // peer that died, or was replaced at the same address, leaves nothing behind.
 func (p *peer) Down(err error) {
 	p.mu.Lock()
-	defer p.mu.Unlock()
 	p.setUp(false, err)
 	for _, l := range p.links {
 		p.retireLocked(l)
+	}
+	local := p.dropLocal()
+	p.mu.Unlock()
+	if local != nil {
+		_ = local.Close()
 	}
 }
 
@@ -170,6 +181,11 @@ func (p *peer) setUp(up bool, err error) {
 		return
 	}
 	p.up, p.since = up, time.Now()
+	p.signal()
+}
+
+// signal tells those who wait for a change of the connection. Called with the lock held.
+func (p *peer) signal() {
 	close(p.changed)
 	p.changed = make(chan struct{})
 }
@@ -183,7 +199,10 @@ func (p *peer) connState() (up bool, since time.Time, downErr error, changed <-c
 }
 
 // Message implements control.DealerHandler.
-func (p *peer) Message(body []byte) {
+func (p *peer) Message(body []byte) { p.message(body, nil) }
+
+// message takes what came by the first connection (via nil) or the local one.
+func (p *peer) message(body []byte, via *localLink) {
 	m, err := wire.DecodeAtConsumer(body)
 	if err != nil {
 		p.c.stats.badFrames.Add(1)
@@ -210,9 +229,12 @@ func (p *peer) Message(body []byte) {
 	// Under one lock: a flight that comes from now on asks after an old grant was let go, not before.
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	in := incoming{msg: m}
+	in := incoming{msg: m, via: via}
 	if ack != nil {
 		in.asked = p.answered(key)
+		if ack.Ferry != nil && ack.Ferry.Local != "" {
+			p.useLocal(ack.Ferry.Local)
+		}
 	}
 	if f := p.flights[key]; f != nil {
 		p.deliver(f, in)
@@ -227,6 +249,7 @@ func (p *peer) Message(body []byte) {
 type incoming struct {
 	msg   wire.Message // nil: an ack that makes no sense
 	bad   error        // why not
+	via   *localLink   // nil: by the first connection
 	asked time.Time    // ack: not later than the request that it answers; zero if that is not known
 }
 
@@ -320,11 +343,11 @@ func (p *peer) letGoLocked(a *wire.Ack) {
 		return
 	}
 	p.c.stats.lateAcks.Add(1)
-	if a.Ferry == nil || a.Ferry.Grant == "" || p.conn == nil {
+	if a.Ferry == nil || a.Ferry.Grant == "" {
 		return
 	}
 	// If it cannot be sent, the lease ends the grant.
-	_ = p.conn.Send(wire.AppendVerify(nil, &wire.Verify{Key: a.Key, Session: p.session, Grant: a.Ferry.Grant, Gen: a.Ferry.Gen, Failed: true}))
+	_ = p.sendLocked(wire.AppendVerify(nil, &wire.Verify{Key: a.Key, Session: p.session, Grant: a.Ferry.Grant, Gen: a.Ferry.Gen, Failed: true}))
 }
 
 // nextTry numbers a request.
@@ -337,12 +360,20 @@ func (p *peer) nextTry() uint64 {
 
 func (p *peer) send(body []byte) error {
 	p.mu.Lock()
-	conn := p.conn
-	p.mu.Unlock()
-	if conn == nil {
+	defer p.mu.Unlock()
+	return p.sendLocked(body)
+}
+
+// sendLocked sends by the local connection if it is up. Neither waits. What is sent by one may overtake what was sent by the other, as
+// it may be lost with either: whoever waits for an answer asks again, and what was read is verified.
+func (p *peer) sendLocked(body []byte) error {
+	if l := p.local; l != nil && l.up && l.conn != nil && l.conn.Send(body) == nil {
+		return nil
+	}
+	if p.conn == nil {
 		return ErrClosed
 	}
-	return conn.Send(body)
+	return p.conn.Send(body)
 }
 
 // planeLink is a peer's registration on one data plane, opened once and shared.

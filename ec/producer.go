@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"slices"
 	"sync"
 	"time"
@@ -89,13 +90,15 @@ type Producer struct {
 	pools map[string]*servedPool // by compatibility hash
 	order []*servedPool          // as configured
 
-	mu     sync.Mutex
-	router messenger
-	grants grantTable
-	timer  *time.Timer // next lease to end
-	armed  bool
-	stats  ProducerStats
-	closed bool
+	mu       sync.Mutex
+	router   messenger
+	local    string              // name of the router's local socket; "": it has none
+	ownAddrs map[netip.Addr]bool // of this machine, loopback left out
+	grants   grantTable
+	timer    *time.Timer // next lease to end
+	armed    bool
+	stats    ProducerStats
+	closed   bool
 
 	reaper   *reaper
 	closing  chan struct{}
@@ -161,6 +164,14 @@ func (p *Producer) register(ctx context.Context, sp ServedPool) error {
 // Serve is called with the router once it is bound; Message may be called from then on.
 func (p *Producer) Serve(r *control.Router) { p.serve(r) }
 
+// ServeLocal is called, before or after Serve, with the name of the router's local socket. Own peers of this machine are told it.
+func (p *Producer) ServeLocal(name string) {
+	own := machineAddrs()
+	p.mu.Lock()
+	p.local, p.ownAddrs = name, own
+	p.mu.Unlock()
+}
+
 func (p *Producer) serve(m messenger) {
 	p.mu.Lock()
 	p.router = m
@@ -197,7 +208,7 @@ func (p *Producer) request(from control.Source, r *wire.Request) {
 	own := r.Ferry != nil && r.Ferry.V >= wire.ExtensionVersion
 	ack := wire.Ack{Key: r.Key}
 	if own {
-		ack.Ferry = p.ferry(r)
+		ack.Ferry = p.ferry(from, r)
 	}
 	var fresh *grant
 	pool, status := p.screen(from, r)
@@ -225,15 +236,29 @@ func (p *Producer) request(from control.Source, r *wire.Request) {
 		// Large acks wait in line where small ones pass.
 		nack := wire.Ack{Key: r.Key, Status: wire.NackNotReady}
 		if own {
-			nack.Ferry = p.ferry(r)
+			nack.Ferry = p.ferry(from, r)
 		}
 		_ = p.send(from.ID, wire.AppendAck(nil, &nack))
 	}
 }
 
 // ferry is what every ack to an own peer says.
-func (p *Producer) ferry(r *wire.Request) *wire.FerryAck {
-	return &wire.FerryAck{V: wire.ExtensionVersion, Try: r.Ferry.Try, Node: p.o.Node, Epoch: p.o.Epoch}
+func (p *Producer) ferry(from control.Source, r *wire.Request) *wire.FerryAck {
+	f := &wire.FerryAck{V: wire.ExtensionVersion, Try: r.Ferry.Try, Node: p.o.Node, Epoch: p.o.Epoch}
+	if from.Local {
+		return f
+	}
+	ip, err := netip.ParseAddr(from.Addr)
+	if err != nil {
+		return f
+	}
+	ip = ip.Unmap().WithZone("")
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if ip.IsLoopback() || p.ownAddrs[ip] {
+		f.Local = p.local
+	}
+	return f
 }
 
 // screen does the checks that need no entry, in the peers' order: version, compatibility hash, session.
@@ -498,8 +523,8 @@ func (p *Producer) Close() error {
 
 	close(p.closing)
 	p.watchers.Wait()
-	p.reaper.add(ended...)
-	p.reaper.close()
+	// The pools first: a READ that still succeeds is then of entries that were pinned, also for a peer that does not ask (see
+	// localLink.vouches).
 	var errs []error
 	for _, pool := range p.order {
 		for _, o := range pool.offerings {
@@ -507,6 +532,10 @@ func (p *Producer) Close() error {
 				errs = append(errs, fmt.Errorf("ec: withdraw the pool from plane %s: %w", o.name, err))
 			}
 		}
+	}
+	p.reaper.add(ended...)
+	p.reaper.close()
+	for _, pool := range p.order {
 		pool.releaseGranted()
 	}
 	return errors.Join(errs...)

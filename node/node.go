@@ -215,6 +215,11 @@ func (n *Node) startPeers(ctx context.Context) error {
 	}
 	n.up("side channel", func(context.Context) error { return n.router.Close() })
 	n.producer.Serve(n.router)
+	if name, err := n.router.ListenLocal(ctx); err == nil {
+		n.producer.ServeLocal(name)
+	} else {
+		n.log.Warn("nodes of this machine are served by the side channel only, which is slower", "error", err)
+	}
 	for _, p := range n.pools {
 		p.region.SetPort(n.router.Port())
 	}

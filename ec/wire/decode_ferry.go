@@ -158,6 +158,8 @@ func (r *reader) ferryAck() (*FerryAck, error) {
 			f.Sum = &u
 		case fieldPlanes:
 			f.Planes, err = r.planeOffers()
+		case fieldLocal:
+			f.Local, err = r.text(MaxLocal)
 		default:
 			err = r.skip()
 		}

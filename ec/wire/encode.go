@@ -119,7 +119,7 @@ func appendFerryRequest(b []byte, f *FerryRequest) []byte {
 
 func appendFerryAck(b []byte, f *FerryAck) []byte {
 	b = msgp.AppendMapHeader(b, 1+count(f.Try != 0, f.Node != "", f.Epoch != 0, f.Gen != 0, f.Slot != 0, f.Grant != "", len(f.Extents) > 0,
-		f.Rows != 0, f.Bytes != 0, f.LeaseMS != 0, f.Sum != nil, len(f.Planes) > 0))
+		f.Rows != 0, f.Bytes != 0, f.LeaseMS != 0, f.Sum != nil, len(f.Planes) > 0, f.Local != ""))
 	b = appendV(b, f.V)
 	b = optionalUint(b, fieldTry, f.Try)
 	b = optionalStr(b, fieldNode, f.Node)
@@ -154,7 +154,7 @@ func appendFerryAck(b []byte, f *FerryAck) []byte {
 			b = optionalBin(b, fieldToken, p.Token)
 		}
 	}
-	return b
+	return optionalStr(b, fieldLocal, f.Local)
 }
 
 // room is at least the encoded size, names included.
@@ -174,7 +174,7 @@ func (f *FerryAck) room() int {
 	if f == nil {
 		return 0
 	}
-	n := 208 + len(f.Node) + len(f.Grant) + 11*len(f.Extents)
+	n := 224 + len(f.Node) + len(f.Grant) + len(f.Local) + 11*len(f.Extents)
 	for i := range f.Planes {
 		p := &f.Planes[i]
 		n += 40 + len(p.Name) + len(p.Metadata) + len(p.Token)

@@ -29,6 +29,7 @@ func fullAck() *Ack {
 			V: 1, Try: 9, Node: "n", Epoch: 3, Gen: 1 << 40, Slot: 17, Grant: "g", Extents: [][2]uint32{{0, 1}, {MaxBlock, 1}, {0, 1 << 31}},
 			Bytes: 1 << 33, LeaseMS: 30_000, Sum: &sum,
 			Planes: []PlaneOffer{{Name: "mapped", Metadata: []byte("m"), Token: []byte("t")}, {Name: "tcp"}},
+			Local:  "tensorferry-00",
 		},
 	}
 }

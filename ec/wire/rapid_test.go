@@ -71,6 +71,7 @@ func drawAck(t *rapid.T) *Ack {
 			Extents: list(extent, MaxExtents).Draw(t, "extents"), Bytes: rapid.Int64Min(0).Draw(t, "bytes"),
 			LeaseMS: rapid.Int64Range(0, math.MaxInt64/1_000_000).Draw(t, "lease"),
 			Sum:     rapid.Ptr(rapid.Uint64(), true).Draw(t, "sum"), Planes: list(plane, MaxPlanes).Draw(t, "planes"),
+			Local: text(MaxLocal).Draw(t, "local"),
 		}
 	}
 	return a

@@ -41,6 +41,7 @@ const (
 	MaxNode          = 64
 	MaxGrant         = 256
 	MaxPlanes        = 8
+	MaxLocal         = 108 // of a unix socket's name
 	MaxPlaneName     = 64
 	MaxPlaneMetadata = 64 << 10 // of each plane
 	MaxToken         = 256
@@ -107,7 +108,7 @@ type FerryRequest struct {
 	Try    uint64   // counts the requests of one connection; the ack echoes it, so that a late ack is told from the one awaited
 }
 
-// FerryAck is the extension of an ack, also of a NACK (then only V, Node, Epoch and Try are set).
+// FerryAck is the extension of an ack, also of a NACK (then only V, Node, Epoch, Try and Local are set).
 type FerryAck struct {
 	V       int    // extension version; 0 is written as ExtensionVersion
 	Try     uint64 // of the request
@@ -122,6 +123,7 @@ type FerryAck struct {
 	LeaseMS int64       // how long the grant lives on the producer's clock
 	Sum     *uint64     // xxh3, if asked for and kept
 	Planes  []PlaneOffer
+	Local   string // of a peer of this machine: the name of the producer's local socket (control.Loop.DialLocal)
 }
 
 // PlaneOffer is one way to read.
@@ -205,6 +207,7 @@ const (
 	fieldFailed   = "failed"
 	fieldOK       = "ok"
 	fieldEntries  = "entries"
+	fieldLocal    = "local"
 
 	fieldVLLMVersion = "vllm_version"
 	fieldModel       = "model"
