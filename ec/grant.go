@@ -70,6 +70,7 @@ type plainSession struct {
 	descriptors int
 	read        bool // a READ is complete, so the peer has the agent and its descriptor
 	grants      int
+	moving      time.Time // since when it waits to be told of another agent; zero: it does not
 
 	conn    string         // routing id of the connection that asked last
 	gone    time.Time      // when that connection ended; zero while it stands
@@ -210,7 +211,7 @@ func (t *grantTable) plainSession(session string) *plainSession {
 func (t *grantTable) descriptorDue(session string, agent *incarnation) bool {
 	s := t.plainSession(session)
 	if s.agent != agent {
-		s.agent, s.descriptors, s.read = agent, 0, false
+		s.agent, s.descriptors, s.read, s.moving = agent, 0, false, time.Time{}
 	}
 	if s.read || s.descriptors >= maxDescriptors {
 		return false

@@ -290,7 +290,7 @@ func (p *Producer) grant(from control.Source, r *wire.Request, pool *servedPool,
 	}
 	id := grantKey{pool, !own, r.Session, r.Key}
 	if g := p.grants.byKey[id]; g != nil {
-		if g.plain && p.agent(pool) == nil {
+		if g.plain && !p.servable(id) {
 			return nil, wire.NackNotReady
 		}
 		p.grants.renew(g, from.ID, time.Now().Add(p.lease))
@@ -341,8 +341,8 @@ func (p *Producer) offer(from control.Source, r *wire.Request, g *grant) wire.St
 			p.refusePlain(from, r, g.pool)
 			return wire.NackInternal
 		}
-		if p.agent(g.pool) == nil {
-			return wire.NackNotReady // it is being started again
+		if !p.servable(g.grantKey) {
+			return wire.NackNotReady
 		}
 		return wire.OK
 	}

@@ -75,6 +75,36 @@ func (p *Producer) agent(pool *servedPool) *incarnation {
 	return i
 }
 
+// servable says whether an ack for that grant can be sent now: there is an agent, and naming it spoils no READ of the session. A vLLM
+// consumer that is told of another agent takes the former one away at once, and what it READs from there fails (over shared memory
+// it is complete when it is posted, over a network it is not). So a session that may be reading waits until its READs are
+// complete, or as long as it would itself. Called with the lock held.
+func (p *Producer) servable(id grantKey) bool {
+	agent := p.agent(id.pool)
+	if agent == nil {
+		return false // it is being started again
+	}
+	s := p.grants.plain[id.session]
+	if s == nil || s.agent == nil || s.agent == agent || s.agent.over() {
+		return true
+	}
+	// All its grants are the former one's. The key that is asked for is not being read.
+	reading := s.grants
+	if p.grants.byKey[id] != nil {
+		reading--
+	}
+	if reading <= 0 {
+		return true
+	}
+	if s.moving.IsZero() {
+		s.moving = time.Now()
+	}
+	return time.Since(s.moving) >= plainReadTimeout
+}
+
+// plainReadTimeout is the time that vLLM gives a READ (0.32).
+const plainReadTimeout = 20 * time.Second
+
 // agentGone ends the grants of plain peers that were told of no incarnation but such as are over: a late READ can only fail.
 func (p *Producer) agentGone(pool *servedPool) {
 	var ended []*grant

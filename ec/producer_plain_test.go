@@ -181,7 +181,7 @@ func TestTheEndOfTheAgentFreesWhatOnlyItCouldServe(t *testing.T) {
 			save(t, s.cache, k, 2)
 		}
 		s.ask(s.plain("old"))
-		s.ask(s.plain("both"))
+		s.session("both", "s-2", "2")
 		time.Sleep(time.Minute)
 		synctest.Wait()
 		first := a.gone
@@ -190,8 +190,8 @@ func TestTheEndOfTheAgentFreesWhatOnlyItCouldServe(t *testing.T) {
 			t.Errorf("without an agent: %v", got.Status)
 		}
 		a.name, a.gone = "agent-1", make(chan struct{})
-		s.ask(s.plain("both"))
-		s.ask(s.plain("new"))
+		s.session("both", "s-2", "2")
+		s.session("new", "s-3", "3")
 		close(first)
 		synctest.Wait()
 		for k, want := range map[string]int{"old": 0, "both": 1, "new": 1} {
