@@ -1,6 +1,8 @@
 package interop
 
 import (
+	"bufio"
+	"encoding/binary"
 	"io"
 	"net"
 	"sync"
@@ -8,31 +10,36 @@ import (
 	"time"
 )
 
-// gate is a TCP proxy in front of a side channel that can hold back what the producer answers.
+// gate is a TCP proxy in front of a side channel that can hold back what the producer answers. Heartbeats pass, so that nobody takes the
+// other one for dead meanwhile.
 type gate struct {
 	listener net.Listener
 	target   string
 
 	mu      sync.Mutex
-	open    chan struct{} // closed: answers go through
-	waiting int           // bytes held back
-	from    time.Time     // since when the first of them is
+	closed  bool // answers are held back
+	back    []answer
+	from    time.Time // since when the first of them is
 	conns   []net.Conn
 	keep    bool // a peer is not told that the producer is gone
 	running sync.WaitGroup
+}
+
+// answer is a message of ZMTP, all its frames.
+type answer struct {
+	to   net.Conn
+	text []byte
 }
 
 func newGate(t testing.TB, target string) *gate {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	must(t, err)
-	g := &gate{listener: l, target: target, open: make(chan struct{})}
-	close(g.open)
+	g := &gate{listener: l, target: target}
 	g.running.Go(g.accept)
 	t.Cleanup(func() {
 		_ = l.Close()
 		g.cut()
-		g.release()
 		g.running.Wait()
 	})
 	return g
@@ -43,25 +50,24 @@ func (g *gate) address() string { return g.listener.Addr().String() }
 func (g *gate) hold() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.open = make(chan struct{})
-	g.waiting = 0
+	g.closed = true
 }
 
+// release lets go of what was held back, in its order.
 func (g *gate) release() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	select {
-	case <-g.open:
-	default:
-		close(g.open)
+	for _, a := range g.back {
+		_, _ = a.to.Write(a.text) // it may be gone
 	}
+	g.closed, g.back = false, nil
 }
 
-// held is the number of bytes that wait.
+// held is the number of answers that wait.
 func (g *gate) held() int {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return g.waiting
+	return len(g.back)
 }
 
 func (g *gate) since() time.Time {
@@ -108,32 +114,69 @@ func (g *gate) accept() {
 		g.running.Go(func() {
 			g.answers(in, out)
 			g.mu.Lock()
-			keep := g.keep
-			g.mu.Unlock()
-			if !keep {
+			defer g.mu.Unlock()
+			if !g.keep {
 				_ = in.Close()
+				return
 			}
+			_, _ = in.Write(ping)
 		})
 	}
 }
 
-func (g *gate) answers(to, from net.Conn) {
-	buf := make([]byte, 64<<10)
+// ping of a producer that is hidden. Its time to live of 0 takes back that of the producer's own one, after which the peer would end
+// the connection.
+var ping = []byte("\x04\x07\x04PING\x00\x00")
+
+// greeting is how many bytes ZMTP begins with.
+const greeting = 64
+
+// answers passes on what comes from a producer, by the frames of ZMTP 3.
+func (g *gate) answers(to net.Conn, from io.Reader) {
+	const more, long, command = 1, 2, 4
+	r := bufio.NewReader(from)
+	if _, err := io.CopyN(to, r, greeting); err != nil {
+		return
+	}
+	var message []byte
 	for {
-		n, err := from.Read(buf)
+		flags, err := r.ReadByte()
 		if err != nil {
 			return
 		}
-		g.mu.Lock()
-		if g.waiting == 0 {
-			g.from = time.Now()
+		head := []byte{flags, 0}
+		if flags&long != 0 {
+			head = make([]byte, 9)
+			head[0] = flags
 		}
-		g.waiting += n
-		open := g.open
-		g.mu.Unlock()
-		<-open
-		if _, err := to.Write(buf[:n]); err != nil {
+		if _, err := io.ReadFull(r, head[1:]); err != nil {
 			return
 		}
+		size := uint64(head[1])
+		if flags&long != 0 {
+			size = binary.BigEndian.Uint64(head[1:])
+		}
+		at := len(message) + len(head)
+		message = append(append(message, head...), make([]byte, size)...)
+		if _, err := io.ReadFull(r, message[at:]); err != nil {
+			return
+		}
+		if flags&more == 0 {
+			g.pass(answer{to, message}, flags&command != 0)
+			message = nil
+		}
 	}
+}
+
+func (g *gate) pass(a answer, command bool) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if !g.closed || command {
+		_, _ = a.to.Write(a.text)
+		return
+	}
+	if len(g.back) == 0 {
+		g.from = time.Now()
+	}
+	g.back = append(g.back, a)
 }

@@ -34,11 +34,32 @@ const patience = 180 * time.Second
 // cleanEnd is the time that a peer gets to end by itself after a test.
 const cleanEnd = 15 * time.Second
 
-// What nodes and peers agree on. A block is one row.
-const (
-	width = 1024
-	block = 2 * width
-)
+// layout is what nodes and peers agree on.
+type layout struct {
+	dtype  string
+	item   int // bytes of an element
+	hidden int // of the language model: a block is so many elements
+	width  int // of a row
+}
+
+// usual is what both have if nothing else is said. A block is one row.
+var usual = layout{dtype: "bfloat16", item: 2, hidden: 1024, width: 1024}
+
+const block = 2 * 1024 // of usual
+
+func (l layout) spec(size int) ec.Spec {
+	return ec.Spec{Dtype: "torch." + l.dtype, Shape: []int64{int64(size / (l.width * l.item)), int64(l.width)}, Bytes: int64(size)}
+}
+
+// flags of a node.
+func (l layout) flags() []string {
+	return []string{"--dtype", "torch." + l.dtype, "--block-bytes", strconv.Itoa(l.hidden * l.item)}
+}
+
+// args of a peer.
+func (l layout) args() []string {
+	return []string{"--dtype", l.dtype, "--hidden", strconv.Itoa(l.hidden), "--width", strconv.Itoa(l.width)}
+}
 
 var binaryDir string
 
@@ -199,7 +220,8 @@ type nodeProcess struct {
 	client *client.Client
 	socket string
 	port   int
-	args   []string
+	admin  string
+	layout layout
 }
 
 // startNode starts a node with the nixl plane only. flags come after the defaults, and win.
@@ -220,22 +242,23 @@ func startNodeAt(t testing.TB, socket string, flags ...string) *nodeProcess {
 	py := python(t)
 	path, err := ferry()
 	must(t, err)
-	n := &nodeProcess{socket: socket}
-	n.args = append([]string{
-		"node", "--socket", n.socket, "--ec-cpu-bytes", "64MiB", "--model", "tiny-mm", "--dtype", "torch.bfloat16",
-		"--block-bytes", strconv.Itoa(block), "--vllm-version", "0.32.0", "--side-channel", "127.0.0.1:0", "--admin", "off", "--planes", "nixl",
-	}, flags...)
-	cmd := exec.Command(path, n.args...)
+	n := &nodeProcess{socket: socket, layout: usual}
+	args := append([]string{
+		"node", "--socket", n.socket, "--ec-cpu-bytes", "64MiB", "--model", "tiny-mm",
+		"--vllm-version", "0.32.0", "--side-channel", "127.0.0.1:0", "--admin", "off", "--planes", "nixl",
+	}, slices.Concat(usual.flags(), flags)...)
+	cmd := exec.Command(path, args...)
 	cmd.Env = append(os.Environ(), "VIRTUAL_ENV="+filepath.Dir(filepath.Dir(py)))
 	n.process = start(t, "node", cmd)
 	t.Cleanup(func() { // before start's own: it would wait for a node that does not look at its stdin
 		_ = n.cmd.Process.Signal(syscall.SIGTERM)
 	})
 	var ready struct {
-		Port int `json:"peer_port"`
+		Port  int    `json:"peer_port"`
+		Admin string `json:"admin"`
 	}
 	n.answer(&ready)
-	n.port = ready.Port
+	n.port, n.admin = ready.Port, ready.Admin
 	n.client, err = client.Dial(t.Context(), n.socket, client.Options{Name: "interop"})
 	must(t, err)
 	t.Cleanup(func() { _ = n.client.Close() })
@@ -244,15 +267,11 @@ func startNodeAt(t testing.TB, socket string, flags ...string) *nodeProcess {
 
 func (n *nodeProcess) address() string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(n.port)) }
 
-func spec(size int) ec.Spec {
-	return ec.Spec{Dtype: "torch.bfloat16", Shape: []int64{int64(size / block), width}, Bytes: int64(size)}
-}
-
 // put saves entries, and gives keys and sizes as ec_live.py takes them.
 func (n *nodeProcess) put(sizes map[string]int) {
 	n.t.Helper()
 	for key, size := range sizes {
-		if _, err := n.client.Put(n.t.Context(), key, spec(size), pattern(key, size)); err != nil {
+		if _, err := n.client.Put(n.t.Context(), key, n.layout.spec(size), pattern(key, size)); err != nil {
 			n.t.Fatalf("put %s: %v", key, err)
 		}
 	}
@@ -331,9 +350,20 @@ func script(t testing.TB, name string, args ...string) *process {
 
 func startProducer(t testing.TB, args ...string) *producer {
 	t.Helper()
-	p := &producer{process: script(t, "ec_producer.py", args...)}
-	p.answer(p)
+	p := launchProducer(t, args...)
+	p.ready()
 	return p
+}
+
+// launchProducer does not wait for it, so that others can start beside it.
+func launchProducer(t testing.TB, args ...string) *producer {
+	t.Helper()
+	return &producer{process: script(t, "ec_producer.py", args...)}
+}
+
+func (p *producer) ready() {
+	p.t.Helper()
+	p.answer(p)
 }
 
 // consumer is a real vLLM consumer that steps all the time.
@@ -348,10 +378,21 @@ type pulled struct {
 
 func startConsumer(t testing.TB, args ...string) *consumer {
 	t.Helper()
-	c := &consumer{script(t, "ec_live.py", args...)}
+	c := launchConsumer(t, args...)
+	c.ready()
+	return c
+}
+
+// launchConsumer does not wait for it, so that others can start beside it.
+func launchConsumer(t testing.TB, args ...string) *consumer {
+	t.Helper()
+	return &consumer{script(t, "ec_live.py", args...)}
+}
+
+func (c *consumer) ready() {
+	c.t.Helper()
 	var ready struct{ Ready bool }
 	c.answer(&ready)
-	return c
 }
 
 func (c *consumer) tell(v any) {

@@ -10,8 +10,10 @@ import (
 
 func (n *nodeProcess) wantGone(pid int) {
 	n.t.Helper()
-	eventually(n.t, "the agent to end", func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) })
+	eventually(n.t, "the agent to end", func() bool { return !lives(pid) })
 }
+
+func lives(pid int) bool { return !errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) }
 
 // V4: a READ on an agent that is known and dead ends a vLLM engine. So the agent that serves outlives a node that is killed, and what the
 // node had granted stays as it is.
@@ -41,7 +43,7 @@ func TestAWarmVLLMReadsWhatANodeGrantedThatWasKilled(t *testing.T) {
 			if restarted {
 				n = n.again(flags...)
 				for k := range 20 { // others go
-					_, err := n.client.Put(t.Context(), key(1000+k), spec(512*kib), pattern(key(1000+k), 512*kib))
+					_, err := n.client.Put(t.Context(), key(1000+k), n.layout.spec(512*kib), pattern(key(1000+k), 512*kib))
 					must(t, err)
 				}
 				i, err := n.client.Lookup(t.Context(), key(1000), key(1))

@@ -105,7 +105,7 @@ func TestVLLMPullsFromANodeByteForByte(t *testing.T) {
 	})
 	t.Run("not ready, then ready", func(t *testing.T) {
 		k := key(901)
-		r, err := n.client.Reserve(t.Context(), k, spec(mib))
+		r, err := n.client.Reserve(t.Context(), k, n.layout.spec(mib))
 		must(t, err)
 		c.ask(n.address(), map[string]int{k: mib})
 		c.alive() // several steps: it has asked
@@ -269,7 +269,7 @@ func TestALateAckNeverGivesOtherBytes(t *testing.T) {
 	c.ask(gate.address(), late)
 	eventually(t, "the grant to be burned and everything else evicted", func() bool {
 		for k := range 20 {
-			_, err := n.client.Put(t.Context(), key(1000+k), spec(512*kib), pattern(key(1000+k), 512*kib))
+			_, err := n.client.Put(t.Context(), key(1000+k), n.layout.spec(512*kib), pattern(key(1000+k), 512*kib))
 			must(t, err)
 		}
 		return gate.held() > 0 && time.Since(gate.since()) > 3*time.Second
@@ -302,7 +302,7 @@ func TestAnAbortedRequestWhoseAckComesLateReadsNothingWrong(t *testing.T) {
 	var aborted struct{ Aborted int }
 	c.answer(&aborted)
 	for k := range 20 {
-		_, err := n.client.Put(t.Context(), key(1000+k), spec(512*kib), pattern(key(1000+k), 512*kib))
+		_, err := n.client.Put(t.Context(), key(1000+k), n.layout.spec(512*kib), pattern(key(1000+k), 512*kib))
 		must(t, err)
 	}
 	gate.release()

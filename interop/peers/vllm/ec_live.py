@@ -3,7 +3,8 @@
 
 A JSON object a line on stdin:
   {"pull": {"<mm_hash>": size, ...}, "peer": "HOST:PORT"}   a request for each; a line {"mm_hash", "result", "good", "ms"} for each when it
-        has an end: pulled (good: the bytes are the entry's pattern), unavailable, fallback
+        has an end: pulled (good: the bytes are the entry's pattern), unavailable, fallback. "params" in place of "peer": ec_transfer_params,
+        taken as they are
   {"abort": ["<mm_hash>", ...]}   end the requests for these keys without waiting; answered {"aborted": n}
   {"evict": true}                 forget all local copies; answered {"evicted": n}
   {"state": true}                 answered {"state": {...}}
@@ -15,18 +16,18 @@ from consumer_lib import Cons
 
 class Live:
     def __init__(self, a):
-        self.c = Cons(region=a.region, hidden=a.hidden)
+        self.c = Cons(region=a.region, hidden=a.hidden, width=a.width, dtype=a.dtype, model=a.model, ack_timeout=a.ack_timeout)
         if a.compat: self.c.sch._compat_hash = a.compat
-        self.waiting = {}  # request id -> (hash, request, start)
+        self.waiting = {}  # request id -> (hash, request, start, size)
 
     def command(self, m):
         if "pull" in m:
-            host, port = m["peer"].rsplit(":", 1)
+            host, port = m["peer"].rsplit(":", 1) if "peer" in m else ("", 0)
             for h, size in m["pull"].items():
-                q = self.c.request(h, size, host, int(port))
-                self.waiting[q.request_id] = (h, q, time.perf_counter())
+                q = self.c.request(h, size, host, int(port), **m.get("params", {}).get(h, {}))
+                self.waiting[q.request_id] = (h, q, time.perf_counter(), size)
         elif "abort" in m:
-            ids = [i for i, (h, _, _) in self.waiting.items() if h in m["abort"]]
+            ids = [i for i, (h, *_) in self.waiting.items() if h in m["abort"]]
             for i in ids: self.c.conn.request_finished(self.waiting.pop(i)[1])
             C.emit({"aborted": len(ids)})
         elif "evict" in m:
@@ -37,17 +38,17 @@ class Live:
         else: raise ValueError(f"unknown command {m}")
 
     def end(self, i, result, good=None):
-        h, q, t0 = self.waiting.pop(i)
+        h, q, t0, _ = self.waiting.pop(i)
         self.c.conn.request_finished(q)
         C.emit({"mm_hash": h, "result": result, "good": good, "ms": round((time.perf_counter() - t0) * 1e3, 3)})
 
     def step(self):
-        out, bad = self.c.step([q for _, q, _ in self.waiting.values()])
+        out, bad = self.c.step([q for _, q, *_ in self.waiting.values()])
         for i, load in out.items():
             if load is None: self.end(i, "fallback"); continue
             tid, ids, _ = load
-            h = self.waiting[i][0]
-            good = bool((self.c.bytes_of(ids) == C.pattern(h, len(ids) * self.c.bs)).all())
+            h, _, _, size = self.waiting[i]
+            good = bool((self.c.bytes_of(ids)[:size] == C.pattern(h, size)).all())
             self.c.conn.update_connector_output(C.worker_done(loads=[tid]))
             self.end(i, "pulled", good)
         for i in list(bad):
@@ -58,8 +59,13 @@ def main():
     p = argparse.ArgumentParser()
     p.add_argument("--region", default="256M"); p.add_argument("--hidden", type=int, default=1024)
     p.add_argument("--compat", default=None); p.add_argument("--step-ms", type=float, default=1.0)
+    p.add_argument("--model", default="tiny-mm"); p.add_argument("--dtype", default="bfloat16")
+    p.add_argument("--width", type=int, default=None, help="of a row, where it is not --hidden: the last block may be part filled")
+    p.add_argument("--ack-timeout", type=float, default=None, help="consumer_ack_timeout_s")
     p.add_argument("--version", type=int, default=None, help="connector_version to send")
+    p.add_argument("--speaks", type=int, default=None, help="be a build of that protocol version")
     a = p.parse_args()
+    C.speak(a.speaks)
     if a.version is not None:
         import functools
         from vllm.distributed.ec_transfer.ec_connector.cpu import session as S
