@@ -16,6 +16,7 @@ type Buffer struct {
 	spans   []region.Span // of each tensor in the pool; one without bytes is nowhere
 	slices  [][]byte
 	extents []region.Extent // guarded by the slab's space once it has some
+	places  []placed        // of each tensor in device memory; nil: none is
 
 	mu       sync.Mutex
 	writers  int           // READs that may still write into it
@@ -61,10 +62,10 @@ func (s *Slab) Alloc(ctx context.Context, sizes []int64) (*Buffer, error) {
 	return b, nil
 }
 
-// Slices are the tensors' memory, one for each size asked for. Not to be used after Free.
+// Slices are the tensors' memory, one for each size asked for; empty for one in device memory. Not to be used after Free.
 func (b *Buffer) Slices() [][]byte { return b.slices }
 
-// Bytes is the sum of the sizes asked for.
+// Bytes is the sum of the tensors' sizes.
 func (b *Buffer) Bytes() int64 { return b.bytes }
 
 var closedChan = func() chan struct{} {
@@ -125,7 +126,15 @@ func (b *Buffer) settle() {
 	over := b.freed && b.writers == 0 && !b.returned
 	b.returned = b.returned || over
 	b.mu.Unlock()
-	if over && b.blocks > 0 {
+	if !over {
+		return
+	}
+	for _, p := range b.places {
+		if p.memory != nil {
+			p.memory.leave()
+		}
+	}
+	if b.blocks > 0 {
 		b.slab.space.give(b)
 	}
 }

@@ -59,8 +59,8 @@ func (b *Buffer) Payload(specs []wire.Spec) *Payload {
 		return p
 	}
 	for i, at := range b.spans {
-		if specs[i].Size != at.Length {
-			p.err = fmt.Errorf("%w: tensor %d has %d bytes, its spec says %d", ErrMismatch, i, at.Length, specs[i].Size)
+		if n := b.size(i); specs[i].Size != n {
+			p.err = fmt.Errorf("%w: tensor %d has %d bytes, its spec says %d", ErrMismatch, i, n, specs[i].Size)
 			return p
 		}
 		if at.Length > 0 {
@@ -91,13 +91,18 @@ func (p *Payload) Bytes() int64 { return p.b.bytes }
 func (p *Payload) Slices() [][]byte { return p.b.slices }
 
 // Offer implements stage.Memory. For an own reader it fills in Ferry.Inline if the payload is small enough, else Ferry.Planes (a
-// grant on each plane that the reader named) and Ferry.Offsets. For a plain reader (ask is nil): AgentMetadata and Groups, of the
-// serving agent of now. Errors: ErrNoPlane, ErrMismatch, and those of the planes.
+// grant on each plane that the reader named) and Ferry.Offsets. For a plain reader (ask is nil), and for any reader of a payload that
+// has tensors in device memory: AgentMetadata and Groups, of the serving agent of now. Errors: ErrNoPlane, ErrMismatch, and those of the planes.
 func (p *Payload) Offer(ctx context.Context, id string, ask *wire.FerryRequest, m *wire.Metadata) error {
 	switch {
 	case p.err != nil:
 		return p.err
 	case ask == nil || m.Ferry == nil:
+		return p.offerPlain(id, m)
+	case p.b.onDevice():
+		if !slices.Contains(ask.Planes, transfer.NIXL) {
+			return fmt.Errorf("%w: the reader takes %s, device memory needs nixl", ErrNoPlane, names(ask.Planes))
+		}
 		return p.offerPlain(id, m)
 	case p.b.bytes <= min(max(ask.Inline, 0), wire.MaxInline):
 		m.Ferry.Inline = p.inline()
@@ -149,7 +154,7 @@ func (p *Payload) offerOn(w *way, id string, g *grant) (wire.PlaneOffer, error) 
 	return o, nil
 }
 
-// offerPlain tells a plain reader where the tensors are in the agent that serves them now.
+// offerPlain tells a reader where the tensors are in the agent that serves them now: one group for each memory type.
 func (p *Payload) offerPlain(id string, m *wire.Metadata) error {
 	at := slices.IndexFunc(p.b.slab.ways, func(w *way) bool { return w.server != nil })
 	if at < 0 {
@@ -163,14 +168,19 @@ func (p *Payload) offerPlain(id string, m *wire.Metadata) error {
 		return fmt.Errorf("%w: the nixl agent that serves plain readers is being started again", ErrNoPlane)
 	}
 	m.AgentMetadata, m.Groups = i.Agent, nil
-	var regions []wire.Region
-	for t, at := range p.b.spans {
-		if at.Length > 0 {
-			regions = append(regions, wire.Region{Tensor: t, Addr: i.Base + uint64(at.Offset), Bytes: at.Length})
+	for t := range p.b.spans {
+		at := p.b.place(t, i.Base)
+		if at.Bytes == 0 {
+			continue
 		}
-	}
-	if len(regions) > 0 {
-		m.Groups = []wire.Group{{MemoryType: "DRAM", Regions: regions}}
+		kind := at.Type.String()
+		k := slices.IndexFunc(m.Groups, func(g wire.Group) bool { return g.MemoryType == kind })
+		if k < 0 {
+			k = len(m.Groups)
+			m.Groups = append(m.Groups, wire.Group{MemoryType: kind})
+		}
+		r := wire.Region{Tensor: t, Addr: at.Addr, Bytes: int64(at.Bytes), Device: int(at.Device)}
+		m.Groups[k].Regions = append(m.Groups[k].Regions, r)
 	}
 	return nil
 }

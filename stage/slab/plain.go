@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 
 	binding "github.com/tensorferry/tensorferry/nixl"
@@ -16,9 +17,11 @@ import (
 type agentPlane interface {
 	transfer.Plane
 	AddPlainAgent(ctx context.Context, agentMetadata []byte) (*nixl.PlainAgent, error)
+	AddRegistrationAgent(ctx context.Context, metadata []byte) (a *nixl.PlainAgent, base uint64, err error)
 }
 
-// readPlaces reads what m.Groups name. The buffer's READ has begun, and is ended here.
+// readPlaces reads by address: what m.Groups name, or, where there are none, what an own producer offers by nixl. The buffer's READ has
+// begun, and is ended here.
 func (s *Slab) readPlaces(ctx context.Context, m *wire.Metadata, into *Buffer) (string, error) {
 	var plane agentPlane
 	for _, w := range s.ways {
@@ -28,16 +31,13 @@ func (s *Slab) readPlaces(ctx context.Context, m *wire.Metadata, into *Buffer) (
 	}
 	if plane == nil {
 		into.end()
-		return "", fmt.Errorf("%w: it offers nixl only, here are %s", ErrNoPlane, names(s.planeNames()))
+		return "", fmt.Errorf("%w: this one needs nixl, here are %s", ErrNoPlane, names(s.planeNames()))
 	}
-	from, to, err := s.places(m, into)
 	// A second time: the agent may have registered an address anew, which the first failure has forgotten, or READs of others have
 	// failed, and this one with them.
+	var err error
 	for range 2 {
-		if err != nil && !lost(err) || ctx.Err() != nil {
-			break
-		}
-		if err = s.wait(ctx, postPlaces(ctx, plane, m.AgentMetadata, from, to, into)); err == nil || errors.Is(err, errAbandoned) {
+		if err = s.wait(ctx, s.postPlaces(ctx, plane, m, into)); !lost(err) || ctx.Err() != nil {
 			break
 		}
 	}
@@ -53,9 +53,9 @@ func (s *Slab) readPlaces(ctx context.Context, m *wire.Metadata, into *Buffer) (
 
 // postPlaces posts the READs of one payload. The agent stays known to the plane when they are over: each payload of a plain producer
 // comes with other metadata of the same agent.
-func postPlaces(ctx context.Context, plane agentPlane, metadata []byte, from, to []nixl.Place, into *Buffer) flight {
+func (s *Slab) postPlaces(ctx context.Context, plane agentPlane, m *wire.Metadata, into *Buffer) flight {
 	f := flight{into: into, over: func(bool) {}}
-	agent, err := plane.AddPlainAgent(ctx, metadata)
+	agent, from, to, err := s.pair(ctx, plane, m, into)
 	if err != nil {
 		f.err = err
 		return f
@@ -71,35 +71,54 @@ func postPlaces(ctx context.Context, plane agentPlane, metadata []byte, from, to
 	return f
 }
 
-// places pairs where the tensors are at the producer with where they go here.
-func (s *Slab) places(m *wire.Metadata, into *Buffer) (from, to []nixl.Place, err error) {
-	seen := make([]bool, len(into.spans))
+// pair gives where the tensors are at the producer, and where each of these goes here. The caller closes the agent.
+func (s *Slab) pair(ctx context.Context, plane agentPlane, m *wire.Metadata, into *Buffer) (agent *nixl.PlainAgent, from, to []nixl.Place, err error) {
+	for i := range into.spans {
+		if p := into.place(i, s.base()); p.Bytes > 0 {
+			to = append(to, p)
+		}
+	}
+	if len(m.Groups) > 0 {
+		if from, err = named(m, into); err == nil {
+			agent, err = plane.AddPlainAgent(ctx, m.AgentMetadata)
+		}
+		return agent, from, to, err
+	}
+	if m.Ferry != nil && len(m.Ferry.Offsets) > 0 {
+		at := slices.IndexFunc(m.Ferry.Planes, func(o wire.PlaneOffer) bool { return o.Name == plane.Name() })
+		spans, err := remote(m)
+		if err != nil || at < 0 {
+			return nil, nil, nil, errors.Join(err, fmt.Errorf("%w: what goes into device memory has to be offered by nixl", ErrNoPlane))
+		}
+		agent, base, err := plane.AddRegistrationAgent(ctx, m.Ferry.Planes[at].Metadata)
+		return agent, addressed(spans, base), to, err
+	}
+	return nil, nil, nil, fmt.Errorf("%w: no descriptors", ErrNoPlane)
+}
+
+// named gives where m.Groups say that the tensors are, in the order of Specs.
+func named(m *wire.Metadata, into *Buffer) ([]nixl.Place, error) {
+	all := make([]nixl.Place, len(into.spans))
 	for _, g := range m.Groups {
 		kind, err := binding.ParseMemoryType(g.MemoryType)
 		if err != nil {
-			return nil, nil, fmt.Errorf("%w: a group of %w", ErrNoPlane, err)
+			return nil, fmt.Errorf("%w: a group of %w", ErrNoPlane, err)
 		}
 		for _, r := range g.Regions {
-			if r.Tensor < 0 || r.Tensor >= len(into.spans) || seen[r.Tensor] || r.Bytes <= 0 || r.Bytes != into.spans[r.Tensor].Length || r.Device < 0 {
-				return nil, nil, fmt.Errorf("%w: a region of %d bytes on device %d for tensor %d", ErrMismatch, r.Bytes, r.Device, r.Tensor)
+			if r.Tensor < 0 || r.Tensor >= len(all) || all[r.Tensor].Bytes > 0 || r.Bytes <= 0 || r.Bytes != into.size(r.Tensor) || r.Device < 0 {
+				return nil, fmt.Errorf("%w: a region of %d bytes on device %d for tensor %d", ErrMismatch, r.Bytes, r.Device, r.Tensor)
 			}
-			seen[r.Tensor] = true
-			from = append(from, nixl.Place{Type: kind, Addr: r.Addr, Bytes: uint64(r.Bytes), Device: uint64(r.Device)})
-			to = append(to, nixl.PlaceOf(into.slices[r.Tensor]))
+			all[r.Tensor] = nixl.Place{Type: kind, Addr: r.Addr, Bytes: uint64(r.Bytes), Device: uint64(r.Device)}
 		}
 	}
-	if holding := into.holding(); len(from) != holding {
-		return nil, nil, fmt.Errorf("%w: %d regions for %d tensors that have bytes", ErrMismatch, len(from), holding)
-	}
-	return from, to, nil
-}
-
-// holding counts the tensors that have bytes.
-func (b *Buffer) holding() (n int) {
-	for _, at := range b.spans {
-		if at.Length > 0 {
-			n++
+	from := all[:0]
+	for i, p := range all {
+		switch {
+		case p.Bytes > 0:
+			from = append(from, p)
+		case into.size(i) > 0:
+			return nil, fmt.Errorf("%w: no region for tensor %d", ErrMismatch, i)
 		}
 	}
-	return n
+	return from, nil
 }

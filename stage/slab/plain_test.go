@@ -148,7 +148,7 @@ func TestMemoryOfEveryTypeIsReadUnderItsOwn(t *testing.T) {
 		"another type":       {func(m *wire.Metadata) { m.Groups[0].MemoryType = "DRAM" }, transfer.ErrPeerLost},
 		"not registered":     {func(m *wire.Metadata) { m.Groups[0].Regions[0].Addr++ }, transfer.ErrPeerLost},
 		"an unknown type":    {func(m *wire.Metadata) { m.Groups[0].MemoryType = "TAPE" }, ErrNoPlane},
-		"no groups":          {func(m *wire.Metadata) { m.Groups = nil }, ErrMismatch},
+		"no groups":          {func(m *wire.Metadata) { m.Groups = nil }, ErrNoPlane},
 		"another tensor":     {func(m *wire.Metadata) { m.Groups[0].Regions[0].Tensor = 1 }, ErrMismatch},
 		"no tensor":          {func(m *wire.Metadata) { m.Groups[0].Regions[0].Tensor = -1 }, ErrMismatch},
 		"too short a region": {func(m *wire.Metadata) { m.Groups[0].Regions[0].Bytes-- }, ErrMismatch},

@@ -37,13 +37,13 @@ func (s *Slab) Read(ctx context.Context, m *wire.Metadata, into *Buffer) (plane 
 	case into.bytes == 0:
 		into.end()
 		return Inline, nil
-	case f != nil && f.Inline != nil:
+	case into.onDevice() || f == nil || f.Inline == nil && len(f.Offsets) == 0:
+		return s.readPlaces(ctx, m, into)
+	case f.Inline != nil:
 		defer into.end()
 		return Inline, into.fill(f.Inline)
-	case f != nil && len(f.Offsets) > 0:
-		return s.readOffered(ctx, m, into)
 	}
-	return s.readPlaces(ctx, m, into)
+	return s.readOffered(ctx, m, into)
 }
 
 // fits says whether m's tensors are of b's sizes.
@@ -51,9 +51,9 @@ func (b *Buffer) fits(m *wire.Metadata) error {
 	if len(m.Specs) != len(b.spans) {
 		return fmt.Errorf("%w: %d tensors into a buffer of %d", ErrMismatch, len(m.Specs), len(b.spans))
 	}
-	for i, at := range b.spans {
-		if m.Specs[i].Size != at.Length {
-			return fmt.Errorf("%w: tensor %d has %d bytes, the buffer %d for it", ErrMismatch, i, m.Specs[i].Size, at.Length)
+	for i := range b.spans {
+		if n := b.size(i); m.Specs[i].Size != n {
+			return fmt.Errorf("%w: tensor %d has %d bytes, the buffer %d for it", ErrMismatch, i, m.Specs[i].Size, n)
 		}
 	}
 	return nil

@@ -30,7 +30,8 @@ type agent interface {
 // attachment is memory as an agent gets it: bytes where it runs in this process, a file to map where it does not.
 type attachment struct {
 	id       uint32
-	bytes    []byte
+	place    Place    // in this process
+	bytes    []byte   // nil: of a device
 	file     *os.File // nil: there is none
 	offset   int64    // of bytes[0] in file
 	writable bool     // map it for writing: file must allow it

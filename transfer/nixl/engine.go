@@ -43,8 +43,7 @@ type engine struct {
 
 // attached is registered memory.
 type attached struct {
-	base         uintptr
-	length       uint64
+	Place
 	registration *binding.Registration
 }
 
@@ -97,12 +96,11 @@ func (e *engine) attach(ctx context.Context, m attachment) (place, error) {
 	if err := ctx.Err(); err != nil {
 		return place{}, err
 	}
-	return e.register(m.id, m.bytes)
+	return e.register(m.id, m.place)
 }
 
-func (e *engine) register(id uint32, b []byte) (place, error) {
-	r := binding.RangeOf(b)
-	registration, err := e.agent.Register(binding.DRAM, []binding.Range{r})
+func (e *engine) register(id uint32, at Place) (place, error) {
+	registration, err := e.agent.Register(at.Type, []binding.Range{at.memory()})
 	if err != nil {
 		return place{}, classify(err, transfer.ErrBadRequest)
 	}
@@ -112,9 +110,9 @@ func (e *engine) register(id uint32, b []byte) (place, error) {
 		return place{}, classify(err, transfer.ErrClosed)
 	}
 	e.mu.Lock()
-	e.memories[id] = &attached{base: r.Addr, length: r.Len, registration: registration}
+	e.memories[id] = &attached{at, registration}
 	e.mu.Unlock()
-	return place{base: uint64(r.Addr), metadata: md}, nil
+	return place{base: at.Addr, metadata: md}, nil
 }
 
 func (e *engine) detach(id uint32) {
@@ -191,14 +189,18 @@ func (e *engine) post(r readOp, done func(error)) {
 func (e *engine) request(r readOp, remote *remote) (*binding.Request, error) {
 	ranges := make([]binding.Range, 2*len(r.pieces))
 	local, far := ranges[:len(r.pieces)], ranges[len(r.pieces):]
+	var near binding.MemoryType
 	e.mu.Lock()
 	for i, p := range r.pieces {
 		m := e.memories[p.memory]
-		if m == nil || p.length > m.length || p.offset > m.length-p.length {
+		if m != nil && i == 0 {
+			near = m.Type
+		}
+		if m == nil || m.Type != near || p.length > m.Bytes || p.offset > m.Bytes-p.length {
 			e.mu.Unlock()
 			return nil, fmt.Errorf("%w: nixl: [%d +%d] is not in attached memory %d", transfer.ErrBadRequest, p.offset, p.length, p.memory)
 		}
-		local[i] = binding.Range{Addr: m.base + uintptr(p.offset), Len: p.length}
+		local[i] = binding.Range{Addr: uintptr(m.Addr + p.offset), Len: p.length, Device: m.Device}
 		far[i] = binding.Range{Addr: uintptr(p.remote), Len: p.length, Device: p.device}
 	}
 	e.mu.Unlock()
@@ -206,7 +208,7 @@ func (e *engine) request(r readOp, remote *remote) (*binding.Request, error) {
 	if r.notify {
 		o.Notification = append([]byte{}, r.note...) // not nil
 	}
-	return e.agent.NewRequest(binding.Read, binding.Descs{Ranges: local}, binding.Descs{Type: r.far, Ranges: far}, remote.peer, o)
+	return e.agent.NewRequest(binding.Read, binding.Descs{Type: near, Ranges: local}, binding.Descs{Type: r.far, Ranges: far}, remote.peer, o)
 }
 
 // finish is the end of a READ, good or bad.

@@ -4,17 +4,17 @@ import (
 	"fmt"
 	"os"
 	"strconv"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/tensorferry/tensorferry/transfer"
 )
 
-// memory is a pool, or the bounce buffer, as the plane knows it.
+// memory is a pool, the bounce buffer, or memory of a device, as the plane knows it.
 type memory struct {
 	id       uint32
-	bytes    []byte
+	place    Place
+	bytes    []byte   // nil: of a device
 	file     *os.File // for reading; nil: none
 	writable *os.File // for writing; nil: a destination in it is filled through the bounce buffer, where agents are processes
 	offset   int64
@@ -24,7 +24,7 @@ type memory struct {
 
 // attachment for an agent: for reading or, a destination, for writing.
 func (m *memory) attachment(write bool) attachment {
-	a := attachment{id: m.id, bytes: m.bytes, file: m.file, offset: m.offset, writable: write}
+	a := attachment{id: m.id, place: m.place, bytes: m.bytes, file: m.file, offset: m.offset, writable: write}
 	if write {
 		a.file = m.writable
 	}
@@ -36,7 +36,7 @@ func (p *Plane) destination(m *memory) bool { return len(p.o.Command) == 0 || m.
 
 // addMemory books m and opens its file anew, so that agents share no open file description with the caller, who may hold a lock on it.
 func (p *Plane) addMemory(m transfer.Memory) (*memory, error) {
-	mem := &memory{bytes: m.Bytes, offset: m.FileOffset}
+	mem := &memory{place: PlaceOf(m.Bytes), bytes: m.Bytes, offset: m.FileOffset}
 	if m.File != nil && len(p.o.Command) > 0 {
 		var err error
 		if mem.file, err = reopen(m.File, unix.O_RDONLY); err != nil {
@@ -46,7 +46,7 @@ func (p *Plane) addMemory(m transfer.Memory) (*memory, error) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	err := p.book(mem, m)
+	err := p.book(mem)
 	if err != nil {
 		mem.close()
 		return nil, err
@@ -54,12 +54,13 @@ func (p *Plane) addMemory(m transfer.Memory) (*memory, error) {
 	return mem, nil
 }
 
-func (p *Plane) book(mem *memory, m transfer.Memory) error {
+// book gives it an id. With the lock.
+func (p *Plane) book(mem *memory) error {
 	if p.closed {
 		return fmt.Errorf("nixl: register: %w", transfer.ErrClosed)
 	}
 	for _, o := range p.memories {
-		if m.Overlaps(transfer.Memory{Bytes: o.bytes}) {
+		if mem.place.overlaps(o.place) {
 			return fmt.Errorf("%w: nixl: overlaps memory that is registered", transfer.ErrBadRequest)
 		}
 	}
@@ -116,19 +117,22 @@ func (p *Plane) locate(slices [][]byte) ([]local, bool) {
 	defer p.mu.Unlock()
 	out := make([]local, len(slices))
 	for i, b := range slices {
-		found := false
-		for _, m := range p.memories {
-			at, base := uintptr(unsafe.Pointer(&b[0])), uintptr(unsafe.Pointer(&m.bytes[0]))
-			if p.destination(m) && at >= base && at-base <= uintptr(len(m.bytes)) && uintptr(len(b)) <= uintptr(len(m.bytes))-(at-base) {
-				out[i], found = local{m.id, uint64(at - base), uint64(len(b))}, true
-				break
-			}
-		}
-		if !found {
+		var found bool
+		if out[i], found = p.find(PlaceOf(b)); !found {
 			return nil, false
 		}
 	}
 	return out, true
+}
+
+// find gives where a place is in memory that the fetch agent writes. With the lock.
+func (p *Plane) find(at Place) (local, bool) {
+	for _, m := range p.memories {
+		if p.destination(m) && m.place.Contains(at) {
+			return local{m.id, at.Addr - m.place.Addr, at.Bytes}, true
+		}
+	}
+	return local{}, false
 }
 
 // The bounce buffer: a READ into memory that is not registered goes through it, a slot at a time.
@@ -160,7 +164,8 @@ func (p *Plane) bounceBuffer() (*memory, error) {
 		return nil, fmt.Errorf("nixl: bounce buffer of %d bytes: %w", size, err)
 	}
 	m.bounce = true
-	if err := p.book(m, transfer.Memory{Bytes: m.bytes}); err != nil {
+	m.place = PlaceOf(m.bytes)
+	if err := p.book(m); err != nil {
 		m.close()
 		return nil, err
 	}
@@ -172,5 +177,5 @@ func (p *Plane) bounceBuffer() (*memory, error) {
 
 // offsetOf gives where b, a part of the memory, starts in it.
 func (m *memory) offsetOf(b []byte) uint64 {
-	return uint64(uintptr(unsafe.Pointer(&b[0])) - uintptr(unsafe.Pointer(&m.bytes[0])))
+	return PlaceOf(b).Addr - m.place.Addr
 }

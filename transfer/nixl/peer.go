@@ -29,6 +29,15 @@ type peer struct {
 
 // AddPeer implements transfer.Plane.
 func (p *Plane) AddPeer(ctx context.Context, metadata []byte) (transfer.Peer, error) {
+	m, err := p.parsePeer(ctx, metadata)
+	if err != nil {
+		return nil, err
+	}
+	return asPeer(p.addPeer(ctx, m.agent, layout{length: int64(m.length), base: m.base}))
+}
+
+// parsePeer reads a registration's metadata, and refuses what a READ of would end the peer.
+func (p *Plane) parsePeer(ctx context.Context, metadata []byte) (*registrationMetadata, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
@@ -39,7 +48,7 @@ func (p *Plane) AddPeer(ctx context.Context, metadata []byte) (transfer.Peer, er
 	if clash(p.lastFacts(), m, os.Getenv) {
 		return nil, fmt.Errorf("%w: nixl: on one machine NIXL %s here would crash the peer's %s; use one version, or UCX_TLS=tcp", transfer.ErrUnreachable, p.lastFacts().Version, m.version)
 	}
-	return asPeer(p.addPeer(ctx, m.agent, layout{length: int64(m.length), base: m.base}))
+	return m, nil
 }
 
 // AddPlainPeer makes the agent of an unmodified peer readable. Its pool is len(blocks) blocks of blockBytes, block i at address

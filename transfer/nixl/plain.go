@@ -3,10 +3,7 @@ package nixl
 import (
 	"context"
 	"fmt"
-	"math"
-	"slices"
 	"sync"
-	"unsafe"
 
 	binding "github.com/tensorferry/tensorferry/nixl"
 	"github.com/tensorferry/tensorferry/transfer"
@@ -14,24 +11,6 @@ import (
 
 // maxPlainMetadata of an agent that lists what it has registered piece by piece: 44 bytes each (NIXL 1.3.2).
 const maxPlainMetadata = 2 << 20
-
-// Place is memory of one process, as NIXL's descriptors name it.
-type Place struct {
-	Type   binding.MemoryType
-	Addr   uint64
-	Bytes  uint64
-	Device uint64 // 0 for DRAM
-}
-
-// PlaceOf names the bytes of b, which must not be empty, nor on the Go heap.
-func PlaceOf(b []byte) Place {
-	return Place{Addr: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b)))), Bytes: uint64(len(b))}
-}
-
-// check says whether p can be anywhere.
-func (p Place) check() bool {
-	return p.Type >= binding.DRAM && p.Type <= binding.File && p.Addr > 0 && p.Bytes > 0 && p.Addr <= math.MaxUint64-p.Bytes
-}
 
 // PlainAgent is the agent of an unmodified peer whose memory lies anywhere. All methods are safe for concurrent use.
 type PlainAgent struct{ peer *peer }
@@ -52,6 +31,20 @@ func (p *Plane) AddPlainAgent(ctx context.Context, agentMetadata []byte) (*Plain
 	return &PlainAgent{c}, nil
 }
 
+// AddRegistrationAgent is AddPlainAgent for a registration of a plane of ours, by its metadata, whose memory begins at base there: for
+// destinations that only Read of PlainAgent takes.
+func (p *Plane) AddRegistrationAgent(ctx context.Context, metadata []byte) (a *PlainAgent, base uint64, err error) {
+	m, err := p.parsePeer(ctx, metadata)
+	if err != nil {
+		return nil, 0, err
+	}
+	c, err := p.addPeer(ctx, m.agent, layout{})
+	if err != nil {
+		return nil, 0, err
+	}
+	return &PlainAgent{c}, m.base, nil
+}
+
 // Read posts READs of from[i], which the agent has registered, into to[i], of as many bytes, which lies in memory that is registered
 // on this plane: one READ for each pair of memory types, without a notification. The outcome is that of all together. ctx bounds the
 // posting only.
@@ -70,9 +63,9 @@ func (a *PlainAgent) Read(ctx context.Context, from, to []Place) (transfer.Read,
 	var ops []readOp
 	var near []binding.MemoryType // of each op
 	for i, f := range from {
-		at, ok := c.plane.find(to[i])
+		at, ok := c.plane.findDestination(to[i])
 		switch {
-		case !f.check() || f.Bytes != to[i].Bytes:
+		case !f.valid() || f.Bytes != to[i].Bytes:
 			return nil, fmt.Errorf("%w: nixl: place %d: %+v into %+v", transfer.ErrBadRequest, i, f, to[i])
 		case !ok:
 			return nil, fmt.Errorf("%w: nixl: the destination %+v is not registered here", transfer.ErrBadRequest, to[i])
@@ -113,18 +106,8 @@ func (a *PlainAgent) Read(ctx context.Context, from, to []Place) (transfer.Read,
 // Close lets go of the agent, as Peer.Close of transfer does.
 func (a *PlainAgent) Close() error { return a.peer.Close() }
 
-// find gives where a destination is in attached memory.
-func (p *Plane) find(to Place) (local, bool) {
+func (p *Plane) findDestination(at Place) (local, bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	i := slices.IndexFunc(p.memories, func(m *memory) bool {
-		at := PlaceOf(m.bytes)
-		return to.check() && p.destination(m) && to.Type == at.Type && to.Device == at.Device &&
-			to.Addr >= at.Addr && to.Addr-at.Addr <= at.Bytes && to.Bytes <= at.Bytes-(to.Addr-at.Addr)
-	})
-	if i < 0 {
-		return local{}, false
-	}
-	m := p.memories[i]
-	return local{m.id, to.Addr - PlaceOf(m.bytes).Addr, to.Bytes}, true
+	return p.find(at)
 }

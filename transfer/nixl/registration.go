@@ -33,7 +33,9 @@ type Registration struct {
 	last     []byte // metadata, of the last incarnation
 	old      map[*incarnation]struct{}
 	attended time.Time
-	rotating sync.Mutex
+
+	rotating sync.Mutex // held while an incarnation is started, or memory is added to all
+	devices  []*memory  // that each incarnation serves too
 }
 
 // incarnation is one agent that serves.
@@ -97,6 +99,15 @@ func (r *Registration) start(ctx context.Context) (*incarnation, error) {
 	if err != nil && r.memory.writable != nil {
 		r.plane.o.Log.Info("nixl: the memory cannot be served from a read-only mapping, so peers could write it", "err", err)
 		pl, err = a.attach(ctx, r.memory.attachment(true))
+	}
+	for _, d := range r.devices {
+		if err != nil {
+			break
+		}
+		var with place
+		if with, err = a.attach(ctx, d.attachment(false)); err == nil {
+			pl.metadata = with.metadata
+		}
 	}
 	if err == nil && len(pl.metadata) > maxAgentMetadata {
 		err = fmt.Errorf("%w: nixl: %d bytes of agent metadata, at most %d", transfer.ErrBadRequest, len(pl.metadata), maxAgentMetadata)

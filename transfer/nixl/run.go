@@ -172,7 +172,7 @@ func (h *host) attach(w *wire, f frame) error {
 	b, m, err := mapFile(file, offset, length, how[0])
 	var p place
 	if err == nil {
-		p, err = h.engine.register(id, b)
+		p, err = h.engine.register(id, PlaceOf(b))
 		if err == nil && how[0] == attachOutlive {
 			if h.outliving, err = outlive(m.file, epoch); err != nil {
 				h.engine.detach(id)
