@@ -187,7 +187,7 @@ func (x *ending) question(ctx context.Context, e *endpoint, timer *time.Timer, o
 		return answer{}, l.err
 	}
 	q := &call{s: l.s, box: make(chan answer, 1)}
-	err := q.send(wire.Request{Op: op, Key: x.key, Generation: x.generation, Claim: x.claim, Ferry: &wire.FerryRequest{Node: e.c.o.Node}})
+	err := q.send(wire.Request{Op: op, Key: x.key, Generation: x.generation, Claim: x.claim, Ferry: e.c.extension()})
 	if err != nil {
 		e.spend(l.s)
 		return answer{}, err

@@ -127,7 +127,7 @@ func (e *endpoint) forsake(w *waiter, err error) error {
 	i := slices.Index(e.waiters, w)
 	if i >= 0 {
 		e.waiters = slices.Delete(e.waiters, i, i+1)
-		if e.downErr != nil {
+		if e.probe != nil && len(e.sessions) == 1 {
 			err = fmt.Errorf("%w: %w", e.unreachable(), err)
 		}
 		e.mu.Unlock()
@@ -144,6 +144,9 @@ func (e *endpoint) forsake(w *waiter, err error) error {
 
 // unreachable says why there is no connection. With the lock.
 func (e *endpoint) unreachable() error {
+	if e.downErr == nil {
+		return fmt.Errorf("%w: still connecting to %s", ErrUnreachable, e.addr)
+	}
 	return fmt.Errorf("%w: %w", ErrUnreachable, e.downErr)
 }
 

@@ -108,16 +108,28 @@ func (g *get) settleOpen() {
 	}
 	g.open = g.open[:0]
 	for range answered {
-		a := <-g.box
-		switch {
-		case a.generation.IsZero():
-			g.unsure = g.unsure || !a.own && errors.Is(a.err, errNoAnswer)
-			g.e.release(a.call.s)
-		default:
-			g.c.stats.late.Add(1)
-			g.giveBack(a.granted(), "late")
-		}
+		g.discard(<-g.box)
 	}
+}
+
+// discard lets go of an answer that is not needed.
+func (g *get) discard(a answer) {
+	if a.generation.IsZero() {
+		g.unsure = g.unsure || !a.own && errors.Is(a.err, errNoAnswer)
+		g.e.release(a.call.s)
+		return
+	}
+	g.c.stats.late.Add(1)
+	g.refuse(a, "late")
+}
+
+// refuse gives back what an answer granted.
+func (g *get) refuse(a answer, reason string) {
+	gr := a.granted()
+	if gr.s == nil {
+		g.e.release(a.call.s)
+	}
+	g.giveBack(gr, reason)
 }
 
 // ask claims the payload: it repeats the question until an answer settles it.
@@ -170,22 +182,24 @@ func (g *get) question(ctx context.Context) (*call, error) {
 			g.owner = l.s
 		}
 		left := time.Until(g.deadline)
-		f := &wire.FerryRequest{Node: g.c.o.Node, Planes: g.c.planes, Inline: g.c.o.Inline, Sum: true}
-		if g.r.InPlace {
-			f.Inline = 0
+		f := g.c.extension()
+		f.Sum = true
+		if !g.r.InPlace {
+			f.Inline = g.c.o.Inline
 		}
-		held := time.Duration(0)
-		if l.shared && g.r.Wait {
-			held = min(left/2, longestHeld).Truncate(time.Millisecond)
+		// That a shared connection is lost heartbeats tell. It is not given up for a get that has little time.
+		held, patience := time.Duration(0), g.c.o.Answer
+		if !l.shared {
+			patience = max(min(patience, left/2), leastWait)
+		} else if g.r.Wait {
+			held = min(left, longestHeld).Truncate(time.Millisecond)
 			f.WaitMS = held.Milliseconds()
 		}
 		if len(g.open) == maxOpen {
 			g.forgetOldest()
 		}
 		g.c.stats.questions.Add(1)
-		c := &call{
-			s: l.s, box: g.box, held: held, due: time.Now().Add(held + max(min(g.c.o.Answer, (left-held)/2), leastWait)),
-		}
+		c := &call{s: l.s, box: g.box, held: held, due: time.Now().Add(held + patience)}
 		err := c.send(wire.Request{Op: wire.Get, Key: g.r.Key, Generation: g.generation, Claim: g.claim, Ferry: f})
 		if err == nil {
 			g.open = append(g.open, c)
@@ -199,6 +213,11 @@ func (g *get) question(ctx context.Context) (*call, error) {
 			return nil, err
 		}
 	}
+}
+
+// extension says to a producer of ours who asks, and by which planes its offer can be read.
+func (c *Client) extension() *wire.FerryRequest {
+	return &wire.FerryRequest{Node: c.o.Node, Planes: c.planes}
 }
 
 func (g *get) sleep(ctx context.Context, d time.Duration) error {
@@ -231,11 +250,13 @@ func (g *get) forget(c *call) {
 	g.open = slices.DeleteFunc(g.open, func(o *call) bool { return o == c })
 }
 
-// forgetOldest makes room in the box. All open questions are those to producers of ours: to others there is one.
+// forgetOldest makes room in the box for one more answer. All open questions are those to producers of ours: to others there is one.
 func (g *get) forgetOldest() {
 	c := g.open[0]
 	if g.e.leaveOpen(c) == answeredCall {
-		return // its answer is taken from the box before another can come
+		a := <-g.box // if not its own that of another, which is as old
+		c = a.call
+		g.discard(a)
 	}
 	g.forget(c)
 }
@@ -257,7 +278,7 @@ func (g *get) take(a answer) (granted, error) {
 		if g.unsure {
 			g.e.release(s)
 		} else {
-			g.giveBack(a.granted(), a.err.Error())
+			g.refuse(a, a.err.Error())
 		}
 		return granted{}, fmt.Errorf("stage: what %s answered for key %.64q: %w", g.e.addr, g.r.Key, a.err)
 	}

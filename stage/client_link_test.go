@@ -2,58 +2,68 @@ package stage
 
 import (
 	"context"
-	"path/filepath"
+	"fmt"
+	"strconv"
+	"sync"
+	"sync/atomic"
 	"testing"
-	"time"
 
-	"github.com/tensorferry/tensorferry/stage/slab"
 	"github.com/tensorferry/tensorferry/tensor"
-	"github.com/tensorferry/tensorferry/transfer"
-	"github.com/tensorferry/tensorferry/transfer/mapped"
-	"github.com/tensorferry/tensorferry/transfer/tcp"
 )
 
-// newSlab gives a slab with the planes mapped and tcp, closed at the end.
-func newSlab(t testing.TB, bytes int64) *slab.Slab {
-	t.Helper()
-	m, err := mapped.New(mapped.Options{})
+func benchLink(b *testing.B) *Link {
+	l, err := NewLink(b.Context(), LinkOptions{Slab: newSlab(b, 64<<20), Bind: &Endpoint{}})
 	if err != nil {
-		t.Fatal(err)
+		b.Fatal(err)
 	}
-	c, err := tcp.New(t.Context(), tcp.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	s, err := slab.New(t.Context(), slab.Options{Dir: t.TempDir(), Name: filepath.Base(t.TempDir()), Bytes: bytes, Planes: []transfer.Plane{m, c}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
+	b.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), patience)
 		defer cancel()
-		if err := s.Close(ctx); err != nil {
-			t.Error(err)
+		if err := l.Close(ctx); err != nil {
+			b.Error(err)
 		}
-		m.Close()
-		c.Close()
 	})
-	return s
+	return l
 }
 
-func TestQuick(t *testing.T) {
-	s := newSlab(t, 1<<20)
-	l, err := NewLink(t.Context(), LinkOptions{Slab: s, Bind: &Endpoint{}})
+func roundTrip(b *testing.B, put, get *Link, key string, v tensor.Node) {
+	p, err := put.Put(b.Context(), key, v, PutOptions{})
 	if err != nil {
-		t.Fatal(err)
+		b.Fatal(err)
 	}
-	defer l.Close(context.Background())
-	v, _ := tensor.Of([]float32{1, 2, 3}, 3)
-	p, err := l.Put(t.Context(), "a", v, PutOptions{})
+	got, err := get.Get(b.Context(), Request{Key: key, Metadata: p.Metadata})
 	if err != nil {
-		t.Fatal(err)
+		b.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
-	defer cancel()
-	got, err := l.Get(ctx, Request{Key: "a", Metadata: p.Metadata})
-	t.Log(got, err, l.client.Stats())
+	if err := got.Release(); err != nil {
+		b.Fatal(err)
+	}
+}
+
+func BenchmarkPutAndGet(b *testing.B) {
+	for _, size := range []int64{64, 64 << 10, 1 << 20} {
+		v, err := tensor.Of(make([]uint8, size), size)
+		if err != nil {
+			b.Fatal(err)
+		}
+		for _, inFlight := range []int{1, 16} {
+			b.Run(fmt.Sprintf("bytes=%d/inflight=%d", size, inFlight), func(b *testing.B) {
+				put, get := benchLink(b), benchLink(b)
+				roundTrip(b, put, get, "first", v)
+				b.ReportAllocs()
+				b.ResetTimer()
+				var n atomic.Int64
+				var group sync.WaitGroup
+				for range inFlight {
+					group.Go(func() {
+						for i := n.Add(1); i <= int64(b.N); i = n.Add(1) {
+							roundTrip(b, put, get, strconv.FormatInt(i, 10), v)
+						}
+					})
+				}
+				group.Wait()
+				b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "gets/s")
+			})
+		}
+	}
 }

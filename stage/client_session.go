@@ -94,7 +94,7 @@ func (c *call) send(q wire.Request) error {
 // hurry asks again, so that a producer which holds the answer of c back gives one now: it answers the last question of a claim only.
 // Nobody waits for either.
 func (c *call) hurry() {
-	q := wire.Request{Op: wire.Get, Key: c.key, Generation: c.generation, Claim: c.claim, Ferry: &wire.FerryRequest{}}
+	q := wire.Request{Op: wire.Get, Key: c.key, Generation: c.generation, Claim: c.claim, Ferry: c.s.e.c.extension()}
 	if (&call{s: c.s}).send(q) != nil {
 		return
 	}
@@ -146,8 +146,9 @@ func (s *session) Down(err error) {
 		if s.local {
 			e.localFailed = time.Now()
 		}
-		e.speaks = speaksUnknown
-		e.downErr = err
+		if e.own == nil { // another producer may come
+			e.speaks = speaksUnknown
+		}
 		e.drop(s)
 	}
 	e.pump()
