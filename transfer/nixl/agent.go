@@ -21,6 +21,8 @@ type agent interface {
 	read(r readOp, done func(error))
 	// attend says that notifications are likely to come soon. It never blocks.
 	attend()
+	// serving is false once peers cannot read by it any more. It is so long before over where a process with a large mapping dies.
+	serving() bool
 	// over is closed when nothing of the agent touches any memory any more.
 	over() <-chan struct{}
 	// end ends the agent, whatever it is doing, and returns when it is over. READs in flight fail first.

@@ -46,6 +46,7 @@ type child struct {
 	wire   *wire
 	notify func([]byte)
 	pid    int
+	statm  *os.File // the kernel's account of its memory; nil: there is no /proc
 
 	reaped chan struct{} // closed when the process is gone
 	isOver chan struct{} // closed when all that waited have been told
@@ -124,6 +125,7 @@ func (c *child) run(socket *os.File) error {
 			return
 		}
 		c.pid = cmd.Process.Pid
+		c.statm, _ = os.Open(fmt.Sprintf("/proc/%d/statm", c.pid))
 		started <- nil
 		err = cmd.Wait()
 		c.mu.Lock()
@@ -186,6 +188,7 @@ func (c *child) listen() {
 	c.kill()
 	<-c.reaped
 	_ = c.wire.conn.Close()
+	_ = c.statm.Close() // of nil too
 	c.mu.Lock()
 	c.dead = true
 	left := c.pending
@@ -208,6 +211,17 @@ func (c *child) kill() {
 }
 
 func (c *child) over() <-chan struct{} { return c.isOver }
+
+// serving asks the kernel. A process that is killed loses its memory first, and only when all of it is taken apart, which takes 20 to 40
+// ms a GiB, its sockets and its pid. One look takes 1 us.
+func (c *child) serving() bool {
+	if c.statm == nil {
+		return true
+	}
+	var b [1]byte
+	n, _ := c.statm.ReadAt(b[:], 0) // fails for a process that has been waited for
+	return n == 1 && b[0] != '0'    // the size of its memory, in pages
+}
 
 // end kills the process: nothing else is sure to end what a network card still writes. Its sockets and memory go with it.
 func (c *child) end() {

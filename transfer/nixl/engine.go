@@ -79,6 +79,15 @@ func newEngine(l *binding.Library, o engineOptions, notify func([]byte)) (*engin
 
 func (e *engine) over() <-chan struct{} { return e.isOver }
 
+func (e *engine) serving() bool {
+	select {
+	case <-e.stop:
+		return false
+	default:
+		return true
+	}
+}
+
 func (e *engine) end() {
 	e.endOnce.Do(func() {
 		e.mu.Lock()

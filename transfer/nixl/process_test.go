@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"runtime"
 	"strings"
 	"syscall"
 	"testing"
@@ -133,6 +134,31 @@ func TestAServeAgentThatDiesIsStartedAgainUnderAnotherName(t *testing.T) {
 	if !bytes.Equal(dst, m.Bytes) {
 		t.Error("wrong bytes")
 	}
+}
+
+// V4: a READ on an agent that is known and dead ends a vLLM engine, so no ack may name one. The end of a process is seen by its socket and
+// its pid long after the kernel has taken its memory away.
+func TestAnAgentIsNotHandedOutFromWhenItsMemoryIsGone(t *testing.T) {
+	p := newPlane(t, processes(t))
+	reg := register(t, p, shared(t, 512<<20))
+	before, base, over := reg.Agent()
+	pid := reg.pid()
+	must(t, unix.Kill(pid, unix.SIGKILL))
+	// What a peer on this machine would do.
+	var b [1]byte
+	readable := func() bool {
+		_, err := unix.ProcessVMReadv(pid, []unix.Iovec{{Base: &b[0], Len: 1}}, []unix.RemoteIovec{{Base: uintptr(base), Len: 1}}, 0)
+		return err == nil
+	}
+	for end := time.Now().Add(transfertest.Patience); readable(); runtime.Gosched() {
+		if time.Now().After(end) {
+			t.Fatal("it does not die")
+		}
+	}
+	if after, _, _ := reg.Agent(); bytes.Equal(after, before) {
+		t.Error("an agent whose memory is gone is handed out")
+	}
+	<-over
 }
 
 // The sure end of a quarantine, with an agent that is really stopped.

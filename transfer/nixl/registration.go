@@ -189,7 +189,7 @@ const attendEvery = 200 * time.Millisecond
 // more. It never blocks.
 func (r *Registration) Agent() (metadata []byte, base uint64, gone <-chan struct{}) {
 	i := r.cur.Load()
-	if i == nil {
+	if i == nil || !i.agent.serving() {
 		return nil, 0, nil
 	}
 	now := time.Now()
