@@ -87,14 +87,16 @@ func (s *Store) begin(c Claim, wake func()) (g *grant, stop func(), err error) {
 // offer asks the payload's memory for what the reader needs. It fails, too, if the claim ended meanwhile.
 func (g *grant) offer(ctx context.Context) (*wire.Metadata, error) {
 	m := g.p.offer(g.Claim)
-	if err := g.p.memory.Offer(ctx, g.held.grant, g.Ask, &m); err != nil {
-		return nil, err
-	}
+	err := g.p.memory.Offer(ctx, g.held.grant, g.Ask, &m)
 	s := g.p.store
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if g.held.ended {
-		return nil, s.failed(g.p.key)
+	g.held.granted = g.held.granted || err != nil || m.Ferry == nil || m.Ferry.Inline == nil
+	if err == nil && g.held.ended {
+		err = s.failed(g.p.key)
+	}
+	if err != nil {
+		return nil, err
 	}
 	return &m, nil
 }
@@ -184,7 +186,8 @@ func now(held bool, withdraw func()) bool {
 	return held
 }
 
-// done is Done. withdraw, if not nil, has to be called by anybody, soon: it may wait for the memory, and releases the payload.
+// done is Done. withdraw, if not nil, has to be called by anybody, soon: it may wait for the memory, and releases the payload. It is
+// nil, and done has done it, where nothing can wait: the reader got the bytes themselves.
 func (s *Store) done(c Claim) (held bool, withdraw func()) {
 	return s.finish(c, func(p *payload) (keep bool) {
 		s.stats.Done++
@@ -208,17 +211,25 @@ func (s *Store) fail(c Claim) (held bool, withdraw func()) {
 // finish ends a claim by its reader. outcome, called with the lock, says whether the payload is kept if no claim is left.
 func (s *Store) finish(c Claim, outcome func(*payload) (keep bool)) (held bool, withdraw func()) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	p := s.payloads[c.Key]
 	if p == nil || c.Generation != p.generation {
+		s.mu.Unlock()
 		return false, nil
 	}
 	h := p.claims[c.ID]
 	if h == nil || h.owner != c.Owner {
+		s.mu.Unlock()
 		return false, nil
 	}
-	if p.end(h, true, outcome(p)) {
-		withdraw = func() { s.withdraw(p, h) }
+	over, quick := p.end(h, true, outcome(p)), !h.granted
+	s.mu.Unlock()
+	if !over {
+		return true, nil
+	}
+	withdraw = func() { s.withdraw(p, h) }
+	if quick {
+		withdraw()
+		withdraw = nil
 	}
 	return true, withdraw
 }

@@ -41,6 +41,7 @@ type claim struct {
 	deadline time.Time
 	offering int  // calls of Offer under way
 	answered bool // descriptors may be out
+	granted  bool // an Offer gave more than the bytes themselves
 	ended    bool
 	idle     bool // as the end was: see Memory.Withdraw
 }

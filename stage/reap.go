@@ -19,9 +19,12 @@ const (
 // store is closed, the first time in the caller's goroutine: memory that may still be read is never freed.
 func (s *Store) withdraw(p *payload, c *claim) {
 	try := func() error {
+		if c.idle { // waits for nobody
+			return p.memory.Withdraw(s.ctx, c.grant, true)
+		}
 		ctx, cancel := context.WithTimeout(s.ctx, withdrawTimeout)
 		defer cancel()
-		return p.memory.Withdraw(ctx, c.grant, c.idle)
+		return p.memory.Withdraw(ctx, c.grant, false)
 	}
 	err := try()
 	if err == nil {

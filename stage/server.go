@@ -23,8 +23,9 @@ const (
 	// All other answers have a goroutine of their own.
 	quickBytes   = 64 << 10
 	quickTensors = 64
-	// maxAnswering is how many such goroutines there are at most. More gets hold up the loop, and so their senders.
-	maxAnswering = 256
+	// maxAnswering is how many such goroutines there are at most, each with an answer of up to about 9 MiB (65,536 tensors). More gets hold
+	// up the loop, and so their senders.
+	maxAnswering = 32
 	// linger is what an answer is given to get away before the socket is closed.
 	linger = 50 * time.Millisecond
 )
