@@ -186,7 +186,7 @@ func (f *flight) wait() event {
 		case <-f.timer.C:
 			return f.timedOut()
 		case <-f.renewal.C:
-			_ = f.request() // if it cannot be sent, the next may
+			_ = f.request(f.granted.via) // if it cannot be sent, the next may
 			f.renewal.Reset(f.granted.renew)
 		case <-f.slow.C:
 			f.c.log.warn("slow", f.want.addr, "a fetch is slow", "waits_for", f.state.String(), "key", f.want.key,
@@ -272,7 +272,7 @@ func (f *flight) ask() event {
 		return evDown
 	}
 	f.moved = moved
-	if err := f.request(); err != nil {
+	if err := f.request(f.peer.best()); err != nil {
 		f.err = fmt.Errorf("%w: request to %s: %w", ErrPeer, f.want.addr, err)
 		return evNotSent
 	}
@@ -280,16 +280,16 @@ func (f *flight) ask() event {
 	return evNone
 }
 
-// request asks for the entry, or renews the grant.
-func (f *flight) request() error {
+// request asks for the entry by a path, or renews the grant that came by it.
+func (f *flight) request(via *path) error {
 	f.try = f.peer.nextTry()
 	f.asked++
 	f.c.stats.requests.Add(1)
 	f.peer.sent(f.want.key)
-	return f.peer.send(wire.AppendRequest(nil, &wire.Request{
+	return f.peer.send(via, wire.AppendRequest(nil, &wire.Request{
 		Key:        f.want.key,
 		CompatHash: f.c.hash,
-		Session:    f.peer.session,
+		Session:    via.session,
 		Version:    f.c.o.Generation,
 		Ferry: &wire.FerryRequest{
 			V: wire.ExtensionVersion, Node: f.c.o.Node, Epoch: f.c.o.Epoch, Planes: f.c.planes, Sum: f.c.o.Verify,
@@ -381,7 +381,7 @@ func (f *flight) again(err error, ev event) event {
 func (f *flight) letGo() {
 	f.firstTry = f.try + 1
 	if g := f.granted; g != nil && g.own {
-		_ = f.peer.send(wire.AppendVerify(nil, &wire.Verify{Key: f.want.key, Session: f.peer.session, Grant: g.grant, Gen: g.gen, Failed: true}))
+		_ = f.peer.send(g.via, wire.AppendVerify(nil, &wire.Verify{Key: f.want.key, Session: g.via.session, Grant: g.grant, Gen: g.gen, Failed: true}))
 	}
 	f.granted = nil
 }

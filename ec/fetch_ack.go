@@ -16,7 +16,7 @@ type granted struct {
 	grant  string        // own
 	gen    uint64        // own
 	lease  time.Duration // own
-	via    *localLink    // own: the connection that the ack came by; nil: the first
+	via    *path         // that the ack came by
 	renew  time.Duration // own: how often to renew the grant while a READ goes on
 	remote []region.Span
 	sum    *uint64   // own: the producer's checksum

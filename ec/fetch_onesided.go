@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/tensorferry/tensorferry/ec/wire"
 	"github.com/tensorferry/tensorferry/region"
 	"github.com/tensorferry/tensorferry/transfer"
 )
@@ -161,33 +160,4 @@ func (p *peer) witness(planes []string) *planeLink {
 		return l
 	}
 	return nil
-}
-
-// tellPause is how long reports of pulls that asked nobody wait for more to come. A hold that stays so much longer harms nobody;
-// waking the producer for each pull would cost as much as the pull.
-const tellPause = 10 * time.Millisecond
-
-// pulled notes what the producer is to be told, later.
-func (p *peer) pulled(key string, gen uint64) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if len(p.untold) == 0 {
-		time.AfterFunc(tellPause, p.tell)
-	}
-	p.untold = append(p.untold, wire.PulledEntry{Key: key, Gen: gen})
-}
-
-// tell reports pulls. What cannot be sent is lost: the leases of the holds end these.
-func (p *peer) tell() {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	entries := p.untold
-	p.untold = nil
-	for len(entries) > 0 {
-		n := min(len(entries), wire.MaxPulled)
-		if p.sendLocked(wire.AppendPulled(nil, &wire.Pulled{CompatHash: p.c.hash, Entries: entries[:n]})) != nil {
-			return
-		}
-		entries = entries[n:]
-	}
 }

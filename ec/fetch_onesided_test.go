@@ -28,6 +28,7 @@ func sighted(t *testing.T, o pairOptions) *pair {
 	p.plane.read = func(_ int, in transfer.Peer, r transfer.ReadRequest) (transfer.Read, error) { return p.look(in, r) }
 	save(t, p.pcache, "first", 1)
 	wantOutcome(t, p.consumer.Fetch(bg, "first", announced(1), 1), FetchReady)
+	time.Sleep(tellPause)
 	synctest.Wait()
 	return p
 }
@@ -79,7 +80,7 @@ func TestAnEntryThatTheSlotTableShowsIsPulledWithoutAsking(t *testing.T) {
 			if r.Info.HasChecksum != verify || r.Plane != p.plane.Name() {
 				t.Errorf("%+v", r)
 			}
-			time.Sleep(2 * tellPause)
+			time.Sleep(tellPause)
 			synctest.Wait()
 			if now, _ := p.pcache.Lookup("img"); now.Holds != 1 || p.producer.Stats().Pulled != 1 {
 				t.Errorf("%d holds are left of 2, %d pulls reported", now.Holds, p.producer.Stats().Pulled)
@@ -185,6 +186,7 @@ func TestAPullThatTheSlotTableDoesNotBearOutAsks(t *testing.T) {
 				if n := p.host.requests(); n != 3 || reads-1 != tt.reads || p.oneSided() != 0 {
 					t.Errorf("%d requests, %d READs, %d pulls that asked nobody; want 3, %d, 0", n, reads-1, p.oneSided(), tt.reads)
 				}
+				time.Sleep(tellPause)
 				synctest.Wait()
 				p.wantIdle()
 			})
@@ -209,6 +211,7 @@ func TestAReadWithoutAskingThatDoesNotEndIsQuarantined(t *testing.T) {
 			t.Errorf("%d blocks in quarantine", s.QuarantinedBlocks)
 		}
 		rd.end(errors.New("late"))
+		time.Sleep(tellPause)
 		synctest.Wait()
 		p.wantIdle()
 	})

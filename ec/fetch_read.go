@@ -126,7 +126,7 @@ func (f *flight) post() event {
 	f.verifies = 0
 	req := transfer.ReadRequest{Token: f.route.token, Remote: f.granted.remote, Local: f.res.Buffers()}
 	if !f.granted.own {
-		req.Notification = wire.Notification(f.peer.session, f.want.key)
+		req.Notification = wire.Notification(f.granted.via.session, f.want.key)
 	}
 	rd, err := f.link.peer.Read(f.ctx, req)
 	switch {
@@ -188,8 +188,8 @@ func (f *flight) endRead() {
 }
 
 // verify asks an own peer whether the bytes are those that it granted. A plain peer cannot say; it has been notified. Where it is
-// known here that they are, by the slot table that the plane sees or since the grant still stands, the question only ends the grant, and
-// nobody waits for the answer.
+// known here that they are, by the slot table that the plane sees or since the grant still stands, the question only ends the grant, is
+// put a little later, and nobody waits for the answer.
 func (f *flight) verify() event {
 	if !f.granted.own {
 		return f.check()
@@ -197,12 +197,17 @@ func (f *flight) verify() event {
 	f.verifies++
 	g := f.granted
 	w, known := f.link.peer.(transfer.Witness)
-	known = known && w.Holds(g.ack.Ferry.Slot, g.gen) || g.via != nil && g.via.vouches(g.asked, g.lease)
-	// If it cannot be sent now, the wait for the answer ends and it is sent again; without a wait, the lease ends the grant.
-	_ = f.peer.send(wire.AppendVerify(nil, &wire.Verify{Key: f.want.key, Session: f.peer.session, Grant: g.grant, Gen: g.gen}))
+	known = known && w.Holds(g.ack.Ferry.Slot, g.gen) || f.peer.vouches(g.via, g.asked, g.lease)
+	v := &wire.Verify{Key: f.want.key, Session: g.via.session, Grant: g.grant, Gen: g.gen}
 	if known {
-		return f.check()
+		ev := f.check()
+		if ev == evVerified {
+			f.peer.verifyLater(g.via, v)
+		}
+		return ev
 	}
+	// If it cannot be sent now, the wait for the answer ends and it is sent again.
+	_ = f.peer.send(g.via, wire.AppendVerify(nil, v))
 	f.timer.Reset(f.c.t.AckOwn)
 	return evNone
 }

@@ -363,6 +363,7 @@ func TestAPlaneThatSeesTheSlotSparesTheWaitForVerify(t *testing.T) {
 				if waited := time.Since(start) > 0; waited == holds { // on the bubble's clock, which stands unless all wait
 					t.Errorf("waited for the answer: %v", waited)
 				}
+				time.Sleep(tellPause)
 				synctest.Wait()
 				if !verified {
 					t.Error("the producer was not told")
@@ -579,11 +580,11 @@ func FuzzConsumerMessage(f *testing.F) {
 				switch m := m.(type) {
 				case *wire.Ack:
 					if m.Session == "" && m.Status == wire.OK {
-						m.Session = peer.session
+						m.Session = peer.first.session
 					}
 					body = wire.AppendAck(nil, m)
 				case *wire.Verified:
-					m.Session = peer.session
+					m.Session = peer.first.session
 					body = wire.AppendVerified(nil, m)
 				}
 			}

@@ -20,7 +20,6 @@ import (
 type peer struct {
 	c       *Consumer
 	addr    string
-	session string // of this connection object; it outlives reconnects, so that asking again renews a grant
 	dialled sync.Once
 
 	// Under Consumer.mu.
@@ -28,7 +27,7 @@ type peer struct {
 	idle *time.Timer // closes it when nobody has for a while
 
 	mu      sync.Mutex
-	conn    conn
+	first   path // its session outlives reconnects, so that asking again renews a grant
 	dialErr error
 	closed  bool
 	up      bool
@@ -39,10 +38,11 @@ type peer struct {
 	flights map[string]*flight    // by key: those that expect messages
 	links   map[string]*planeLink // by name of plane
 
-	local     *localLink // nil: there is none
-	localName string     // of the one that is, or was not to be had
+	local        *localLink // nil: there is none
+	localName    string     // of the one that is, or was not to be had
+	localSession string     // of the last one
 
-	untold     []wire.PulledEntry     // pulls that the producer has not been told of
+	untold     untold
 	asked      map[string][]time.Time // by key: requests without an answer
 	unanswered int                    // of all keys
 }
@@ -59,7 +59,7 @@ func (c *Consumer) acquire(addr string) (*peer, error) {
 		p = &peer{
 			c:       c,
 			addr:    addr,
-			session: newSession(),
+			first:   path{session: newSession()},
 			changed: make(chan struct{}),
 			since:   time.Now(),
 			flights: map[string]*flight{},
@@ -96,7 +96,7 @@ func (p *peer) dial() {
 	p.mu.Lock()
 	closed := p.closed
 	if !closed {
-		p.conn, p.dialErr = conn, err
+		p.first.conn, p.dialErr = conn, err
 	}
 	p.mu.Unlock()
 	if closed && err == nil {
@@ -135,8 +135,8 @@ func (c *Consumer) release(p *peer) {
 // close ends the connection and everything on data planes. Idempotent.
 func (p *peer) close() {
 	p.mu.Lock()
-	conn := p.conn
-	p.conn, p.closed = nil, true
+	conn := p.first.conn
+	p.first.conn, p.closed = nil, true
 	p.setUp(false, ErrClosed)
 	for _, l := range p.links {
 		p.dropLocked(l)
@@ -199,10 +199,10 @@ func (p *peer) connState() (up bool, since time.Time, downErr error, changed <-c
 }
 
 // Message implements control.DealerHandler.
-func (p *peer) Message(body []byte) { p.message(body, nil) }
+func (p *peer) Message(body []byte) { p.message(body, &p.first) }
 
-// message takes what came by the first connection (via nil) or the local one.
-func (p *peer) message(body []byte, via *localLink) {
+// message takes what came by a path.
+func (p *peer) message(body []byte, via *path) {
 	m, err := wire.DecodeAtConsumer(body)
 	if err != nil {
 		p.c.stats.badFrames.Add(1)
@@ -212,23 +212,23 @@ func (p *peer) message(body []byte, via *localLink) {
 	}
 	var key string
 	var ack *wire.Ack
+	// Under one lock from here on: a flight that comes from now on asks after an old grant was let go, not before.
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	foreign := false
 	switch m := m.(type) {
 	case *wire.Ack:
 		key, ack = m.Key, m
-		foreign = m.Session != p.session && (m.Status == wire.OK || m.Session != "") // a NACK names none
+		foreign = m.Session != via.session && (m.Status == wire.OK || m.Session != "") // a NACK names none
 	case *wire.Verified:
 		key = m.Key
-		foreign = m.Session != p.session
+		foreign = m.Session != p.first.session && m.Session != p.localSession
 	}
 	if foreign {
 		p.c.stats.badFrames.Add(1)
 		p.c.log.warn("foreign", p.addr, "an answer for another session was dropped", "key", key)
 		return
 	}
-	// Under one lock: a flight that comes from now on asks after an old grant was let go, not before.
-	p.mu.Lock()
-	defer p.mu.Unlock()
 	in := incoming{msg: m, via: via}
 	if ack != nil {
 		in.asked = p.answered(key)
@@ -249,8 +249,8 @@ func (p *peer) message(body []byte, via *localLink) {
 type incoming struct {
 	msg   wire.Message // nil: an ack that makes no sense
 	bad   error        // why not
-	via   *localLink   // nil: by the first connection
-	asked time.Time    // ack: not later than the request that it answers; zero if that is not known
+	via   *path
+	asked time.Time // ack: not later than the request that it answers; zero if that is not known
 }
 
 func (p *peer) deliver(f *flight, in incoming) {
@@ -278,11 +278,12 @@ func (p *peer) spoilt(err error) {
 // maxUnanswered bounds what is remembered of requests that were never answered; beyond, answers have no known age.
 const maxUnanswered = 1 << 16
 
-// sent remembers when a key was asked for. Acks of one session come in the order of its requests and, from a plain peer, name
+// sent is called before a key is asked for, and remembers when. Acks of one session come in the order of its requests and, from a plain peer, name
 // nothing else, so the age of what an ack grants can only be bounded by the oldest request for its key that has had no answer.
 func (p *peer) sent(key string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.endGrants()
 	if p.unanswered < maxUnanswered {
 		p.asked[key] = append(p.asked[key], time.Now())
 		p.unanswered++
@@ -347,7 +348,11 @@ func (p *peer) letGoLocked(a *wire.Ack) {
 		return
 	}
 	// If it cannot be sent, the lease ends the grant.
-	_ = p.sendLocked(wire.AppendVerify(nil, &wire.Verify{Key: a.Key, Session: p.session, Grant: a.Ferry.Grant, Gen: a.Ferry.Gen, Failed: true}))
+	via := &p.first
+	if l := p.local; l != nil && l.session == a.Session {
+		via = &l.path
+	}
+	_ = p.sendLocked(via, wire.AppendVerify(nil, &wire.Verify{Key: a.Key, Session: a.Session, Grant: a.Ferry.Grant, Gen: a.Ferry.Gen, Failed: true}))
 }
 
 // nextTry numbers a request.
@@ -356,24 +361,6 @@ func (p *peer) nextTry() uint64 {
 	defer p.mu.Unlock()
 	p.tries++
 	return p.tries
-}
-
-func (p *peer) send(body []byte) error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.sendLocked(body)
-}
-
-// sendLocked sends by the local connection if it is up. Neither waits. What is sent by one may overtake what was sent by the other, as
-// it may be lost with either: whoever waits for an answer asks again, and what was read is verified.
-func (p *peer) sendLocked(body []byte) error {
-	if l := p.local; l != nil && l.up && l.conn != nil && l.conn.Send(body) == nil {
-		return nil
-	}
-	if p.conn == nil {
-		return ErrClosed
-	}
-	return p.conn.Send(body)
 }
 
 // planeLink is a peer's registration on one data plane, opened once and shared.

@@ -16,12 +16,13 @@ type localConn interface {
 // dialLocalFunc connects by the local path.
 type dialLocalFunc func(ctx context.Context, name string, h control.DealerHandler) (localConn, error)
 
-// localLink is a second connection to a producer of this machine, by the local path. Its acks name that path's socket. It goes with
-// the first connection and is not made again: what is sent while it is not up goes by the first.
+// localLink is a second connection to a producer of this machine, by the local path. Acks that come by the first name that path's
+// socket. It goes with the first connection, and is not made again while that stands.
 type localLink struct {
-	p    *peer
-	conn localConn // nil until it is dialled; under peer.mu
-	up   bool      // under peer.mu
+	path
+	p     *peer
+	alive localConn // the path's connection, also after it is lost; under peer.mu, as the next
+	up    bool
 }
 
 // useLocal begins to connect by the local path, once for a name while the first connection stands. Called with the lock held, by the
@@ -30,8 +31,8 @@ func (p *peer) useLocal(name string) {
 	if p.closed || p.c.dialLocal == nil || p.localName == name {
 		return
 	}
-	l := &localLink{p: p}
-	p.local, p.localName = l, name
+	l := &localLink{path: path{session: newSession()}, p: p}
+	p.local, p.localName, p.localSession = l, name, l.session
 	p.c.work.Go(func() {
 		ctx, cancel := context.WithTimeout(p.c.ctx, p.c.t.Connect)
 		defer cancel()
@@ -39,8 +40,8 @@ func (p *peer) useLocal(name string) {
 		p.mu.Lock()
 		wanted := p.local == l
 		switch {
-		case err == nil:
-			l.conn = conn
+		case err == nil && wanted:
+			l.conn, l.alive = conn, conn
 		case wanted:
 			p.local = nil
 		}
@@ -58,7 +59,8 @@ func (p *peer) dropLocal() localConn {
 	if l == nil {
 		return nil
 	}
-	return l.conn
+	l.conn = nil
+	return l.alive
 }
 
 // Up implements control.DealerHandler.
@@ -73,7 +75,7 @@ func (l *localLink) Down(error) {
 	p := l.p
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	l.up = false
+	l.up, l.conn = false, nil
 	if p.local == l {
 		p.local = nil // and localName stays: it is not tried again
 		p.signal()
@@ -81,14 +83,17 @@ func (l *localLink) Down(error) {
 }
 
 // Message implements control.DealerHandler.
-func (l *localLink) Message(body []byte) { l.p.message(body, l) }
+func (l *localLink) Message(body []byte) { l.p.message(body, &l.path) }
 
-// vouches tells whether a grant that was asked for at asked, over this connection, still stands: its lease has not ended, and the
-// process that gave it, which is on this machine and has the same clock, is there. Of a grant that stands after a READ the entry was
-// pinned all the while, so that there is nothing to verify.
-func (l *localLink) vouches(asked time.Time, lease time.Duration) bool {
-	l.p.mu.Lock()
-	conn := l.conn
-	l.p.mu.Unlock()
+// vouches tells whether a grant that came by a path, and was asked for at asked, still stands: its lease has not ended, and the process
+// that gave it, which is on this machine and has the same clock, is there. Of a grant that stands after a READ the entry was pinned all
+// the while, so that there is nothing to verify. Only the local path can vouch.
+func (p *peer) vouches(via *path, asked time.Time, lease time.Duration) bool {
+	p.mu.Lock()
+	var conn localConn
+	if l := p.local; l != nil && via == &l.path {
+		conn = l.alive
+	}
+	p.mu.Unlock()
 	return conn != nil && conn.Connected() && !asked.IsZero() && time.Since(asked) < lease
 }
