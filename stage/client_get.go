@@ -140,7 +140,7 @@ func (g *get) ask(ctx context.Context) (granted, error) {
 		if asked == nil && wait == 0 {
 			var err error
 			if asked, err = g.question(ctx); err != nil {
-				return granted{}, g.failed(ctx, err)
+				return granted{}, g.failed(err)
 			}
 		}
 		if asked != nil {
@@ -161,9 +161,9 @@ func (g *get) ask(ctx context.Context) (granted, error) {
 				asked = nil
 			}
 		case <-ctx.Done():
-			return granted{}, g.failed(ctx, ctx.Err())
+			return granted{}, g.failed(ctx.Err())
 		case <-g.c.stopping.Done():
-			return granted{}, g.failed(ctx, ErrClosing)
+			return granted{}, g.failed(ErrClosing)
 		}
 	}
 }
@@ -175,10 +175,10 @@ func (g *get) question(ctx context.Context) (*call, error) {
 		if l.err != nil {
 			return nil, l.err
 		}
-		if l.shared && g.owner != l.s {
-			if g.owner != nil {
-				g.claim = wire.NewID() // the other one belongs to the connection before
-			}
+		if g.owner != nil && g.owner != l.s {
+			g.claim = wire.NewID() // the other one belongs to the connection before
+		}
+		if g.owner = nil; l.shared {
 			g.owner = l.s
 		}
 		left := time.Until(g.deadline)
@@ -374,7 +374,7 @@ func (g *get) nonsense(a answer, what string) error {
 }
 
 // failed makes the error of a get that ended without an answer that settles it.
-func (g *get) failed(ctx context.Context, err error) error {
+func (g *get) failed(err error) error {
 	if g.lastErr != nil && errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, ErrUnreachable) {
 		err = fmt.Errorf("%w: %w", err, g.lastErr)
 	}

@@ -12,6 +12,7 @@ type ClientStats struct {
 	OK       uint64
 	Bytes    uint64 // of those
 	NotFound uint64 // ended by ErrNotFound, also at the deadline
+	TimedOut uint64 // by the deadline, with another reason
 	Failed   uint64 // by another error
 	Canceled uint64 // by the caller, or by Close
 
@@ -30,7 +31,7 @@ type ClientStats struct {
 }
 
 type clientCounters struct {
-	gets, ok, bytes, notFound, failed, canceled                                 atomic.Uint64
+	gets, ok, bytes, notFound, timedOut, failed, canceled                       atomic.Uint64
 	questions, timeouts, retries, lost, corrupt, late, bad, recoveries, givenUp atomic.Uint64
 
 	connections, endings atomic.Int64
@@ -43,6 +44,8 @@ func (n *clientCounters) ended(got *Got, err error) {
 		n.bytes.Add(uint64(got.Size))
 	case errors.Is(err, ErrNotFound):
 		n.notFound.Add(1)
+	case errors.Is(err, context.DeadlineExceeded):
+		n.timedOut.Add(1)
 	case errors.Is(err, context.Canceled), errors.Is(err, ErrClosing):
 		n.canceled.Add(1)
 	default:
@@ -58,6 +61,7 @@ func (c *Client) Stats() ClientStats {
 		OK:          n.ok.Load(),
 		Bytes:       n.bytes.Load(),
 		NotFound:    n.notFound.Load(),
+		TimedOut:    n.timedOut.Load(),
 		Failed:      n.failed.Load(),
 		Canceled:    n.canceled.Load(),
 		Questions:   n.questions.Load(),
