@@ -32,7 +32,10 @@ func (c *Cache) check() error {
 		}
 		want := region.Slot{
 			State: region.SlotFilling, Gen: e.gen, Key: e.key, Dtype: e.dtype, Shape: e.shape[:], Bytes: e.bytes,
-			Extents: e.extents, Owner: e.owner, Checksum: e.sum, HasChecksum: e.hasSum, Holds: uint32(e.holds), Pins: uint32(e.stored),
+			Extents: e.extents, Owner: e.owner, Holds: uint32(e.holds), Pins: uint32(e.stored),
+		}
+		if e.hasSum {
+			want.Checksum, want.HasChecksum = e.sum, true
 		}
 		if e.phase == phaseReady {
 			want.State = region.SlotReady

@@ -19,6 +19,8 @@ func (c *Cache) Reserve(key string, s Spec, owner uint64) (*Reservation, error) 
 	if err := checkKey(key); err != nil {
 		return nil, err
 	}
+	hash := c.names.hash(key)
+	c.names.prefetch(hash)
 	s, err := checkSpec(s)
 	if err != nil {
 		return nil, err
@@ -29,7 +31,6 @@ func (c *Cache) Reserve(key string, s Spec, owner uint64) (*Reservation, error) 
 			ErrTooLarge, key, s.Bytes, int64(c.blocks)*c.blockBytes)
 	}
 
-	hash := c.names.hash(key)
 	c.mu.Lock()
 	if e := c.names.get(key, hash); e != nil {
 		defer c.mu.Unlock()
@@ -160,8 +161,10 @@ func (r *Reservation) Commit(checksum *uint64) (info Info, err error) {
 	}
 	if checksum != nil {
 		e.sum, e.hasSum = *checksum, true
+		c.slots.Ready(e.slot, e.sum, true)
+	} else {
+		c.slots.Ready(e.slot, 0, false)
 	}
-	c.slots.Ready(e.slot, e.sum, e.hasSum)
 	c.seq++
 	e.seq = c.seq
 	e.phase = phaseReady

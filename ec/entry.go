@@ -68,7 +68,7 @@ type entry struct {
 	owner uint64
 	seq   uint64 // of its commit
 
-	sum            uint64
+	sum            uint64 // if hasSum
 	oldest, newest *hold
 	held           link[entry] // of Cache.heldOrder
 }
@@ -89,9 +89,7 @@ func (c *Cache) newEntry() *entry {
 	e := c.idle[last]
 	c.idle = c.idle[:last]
 	e.pins, e.stored, e.granted, e.seq, e.sieve = 0, 0, 0, 0, sieveMark{}
-	if e.hasSum {
-		e.sum, e.hasSum = 0, false
-	}
+	e.hasSum = false
 	return e
 }
 
@@ -122,7 +120,10 @@ func (e *entry) info() (i Info) {
 func (e *entry) describe(i *Info) {
 	i.Key, i.State, i.Gen, i.Slot, i.Extents = e.key, e.state(), e.gen, e.slot, e.extents
 	i.Spec.Dtype, i.Spec.Shape, i.Spec.Bytes = e.dtype, e.shape[:], e.bytes
-	i.Pins, i.Holds, i.Owner, i.Checksum, i.HasChecksum = int(e.pins), int(e.holds), e.owner, e.sum, e.hasSum
+	i.Pins, i.Holds, i.Owner = int(e.pins), int(e.holds), e.owner
+	if e.hasSum {
+		i.Checksum, i.HasChecksum = e.sum, true
+	}
 }
 
 // buffers are the parts of the pool that so many bytes in these extents are.

@@ -13,5 +13,13 @@ func storeWord(p *uint64, v uint64) { *p = v }
 
 // storeWords stores words, in any order, between what was stored before and what is stored after.
 //
+// It goes word by word, as from was written: what copy loads in larger pieces the processor can take only from memory, once all
+// stores before that are done.
+//
 //go:noinline
-func storeWords(to, from []uint64) { copy(to, from) }
+func storeWords(to, from []uint64) {
+	to = to[:len(from)]
+	for i, w := range from {
+		to[i] = w
+	}
+}

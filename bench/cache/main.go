@@ -156,12 +156,13 @@ func operations(w io.Writer, dir string, rounds int, theirs *peers.Script) error
 	return nil
 }
 
-// evictTurn is how many entries make a turn of about 60 ms for the slower of the two.
+// evictTurn is how many entries make a turn of about 0.3 s for the slower of the two: long enough that what the other has left in
+// the processor's caches does not count.
 func evictTurn(blocks int) int {
 	if blocks == 1024 {
-		return 1000
+		return 10_000
 	}
-	return 20_000
+	return 100_000
 }
 
 // cpuTime is the processor time of this process so far, that of the collector included.
