@@ -154,10 +154,25 @@ func (p *payload) claimable(c Claim, now time.Time) error {
 		return fmt.Errorf("%w: the lease of key %.64q is over", ErrNotFound, p.key)
 	case len(p.claims) >= s.o.MaxClaims:
 		return fmt.Errorf("%w: key %.64q has %d readers", ErrFull, p.key, len(p.claims))
+	case c.Source != "" && p.heldBy(c.Source) > s.o.MaxClaims/2:
+		return fmt.Errorf("%w: %s holds more than half of the claims that key %.64q may have", ErrFull, c.Source, p.key)
 	case c.Source != "" && s.sources[c.Source] >= s.o.MaxSourceClaims:
 		return fmt.Errorf("%w: %s holds %d claims", ErrFull, c.Source, s.sources[c.Source])
 	}
 	return nil
+}
+
+// heldBy counts the claims of a source.
+func (p *payload) heldBy(source string) (n int) {
+	if len(p.claims) <= p.store.o.MaxClaims/2 {
+		return 0 // that cannot be too many
+	}
+	for _, c := range p.claims {
+		if c.source == source {
+			n++
+		}
+	}
+	return n
 }
 
 // failed is the error for a key without a payload.

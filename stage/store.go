@@ -65,7 +65,7 @@ type Options struct {
 	FailureKept time.Duration // how long Abort is remembered
 	MaxBytes    int64         // of all payloads together; 0 is no cap
 	MaxPayloads int           // also of failures that are remembered
-	MaxClaims   int           // of one payload at once
+	MaxClaims   int           // of one payload at once; one source (see Claim) has at most half of them and one
 	// MaxSourceClaims is how many claims one source (see Claim) holds at once: claims are free to ask for, so that somebody may.
 	MaxSourceClaims int
 	Log             *slog.Logger
