@@ -193,18 +193,20 @@ func (l *Link) Healthy() bool {
 	}
 }
 
-// LinkStats counts what a Link put. All zero if it only gets.
+// LinkStats counts what a Link did. Store and Server are zero if it only gets.
 type LinkStats struct {
 	Store  Stats
 	Server ServerStats
+	Client ClientStats
 }
 
 // Stats counts.
 func (l *Link) Stats() LinkStats {
-	if l.store == nil {
-		return LinkStats{}
+	st := LinkStats{Client: l.client.Stats()}
+	if l.store != nil {
+		st.Store, st.Server = l.store.Stats(), l.server.Stats()
 	}
-	return LinkStats{l.store.Stats(), l.server.Stats()}
+	return st
 }
 
 // Close implements Connector. Gets under way end at once. Readers have until ctx is done, then 10 s to be stopped; what cannot be
