@@ -129,12 +129,9 @@ func TestAThousandGetsThatAreCalledOffLeaveNothing(t *testing.T) {
 	for _, plain := range []bool{true, false} {
 		t.Run(name(plain), func(t *testing.T) {
 			p := newProducer(t, plain)
-			value := tensor.Node(empty(1))
-			if !plain {
-				value = full(10_000)
-			}
+			value := full(10_000)
 			p.put("k", value)
-			s := newSlab(t, 1<<20)
+			s := newPlainSlab(t, 1<<20)
 			c := newClient(t, ClientOptions{Slab: s, Inline: -1})
 			get := func(ctx context.Context) {
 				g, err := c.Get(ctx, Request{Key: "k", From: p.endpoint()})
@@ -174,13 +171,9 @@ func TestManyGetsAtOnceEachGetTheirPayload(t *testing.T) {
 		t.Run(name(plain), func(t *testing.T) {
 			p := newProducer(t, plain)
 			for i := range 64 {
-				if plain {
-					p.put(itoa(i), empty(int64(i)))
-				} else {
-					p.put(itoa(i), full(1000*i+1))
-				}
+				p.put(itoa(i), full(1000*i))
 			}
-			c := newClient(t, ClientOptions{Slab: newSlab(t, 4<<20)})
+			c := newClient(t, ClientOptions{Slab: newPlainSlab(t, 4<<20)})
 			var all sync.WaitGroup
 			for i := range 64 {
 				all.Go(func() {
@@ -188,10 +181,8 @@ func TestManyGetsAtOnceEachGetTheirPayload(t *testing.T) {
 						g, err := c.Get(within(t, patience), Request{Key: itoa(i), From: p.endpoint()})
 						if err != nil {
 							t.Error(err)
-						} else if plain {
-							releaseAs(t, g, empty(int64(i)))
 						} else {
-							releaseAs(t, g, full(1000*i+1))
+							releaseAs(t, g, full(1000*i))
 						}
 					}
 				})
@@ -206,10 +197,10 @@ func TestManyGetsAtOnceEachGetTheirPayload(t *testing.T) {
 }
 
 func TestConnectionsToManyProducersAreBounded(t *testing.T) {
-	l := newLoop(t)
+	l, s := newLoop(t), newPlainSlab(t, 4096)
 	c := newClient(t, ClientOptions{})
 	for i := range maxConnections + 50 {
-		p := &producer{t: t, plain: true, payloads: map[string]*offered{}, claims: map[wire.ID]asked{}, changed: make(chan struct{})}
+		p := &producer{t: t, plain: true, slab: s, payloads: map[string]*offered{}, claims: map[wire.ID]asked{}, changed: make(chan struct{})}
 		p.listen(l, 0)
 		p.put("k", empty(int64(i)))
 		g, err := c.Get(within(t, patience), Request{Key: "k", From: p.endpoint()})
@@ -293,6 +284,46 @@ func TestAPayloadThatHasNoRoomIsGivenBack(t *testing.T) {
 	}
 	p.wants(wire.Fail, 1)
 	p.free()
+}
+
+func TestAPlainProducerIsToldDoneWhateverBecameOfTheRead(t *testing.T) {
+	p := newProducer(t, true)
+	p.put("k", full(100_000))
+	p.put("bad", full(100_000))
+	p.onAsk(func(q asked) bool {
+		if q.Op != wire.Get || q.Key != "bad" {
+			return false
+		}
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.claims[q.Claim] = q
+		m := q.offer(p.payloads["bad"])
+		m.Groups[0].Regions[0].Addr = 1 << 40 // nothing is registered there
+		q.answer(wire.Reply{Status: wire.Found, Metadata: m})
+		return true
+	})
+	c := newClient(t, ClientOptions{Slab: newPlainSlab(t, 1<<20)})
+	g, err := c.Get(within(t, patience), Request{Key: "k", From: p.endpoint()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if g.Plane != "nixl" {
+		t.Errorf("plane %q", g.Plane)
+	}
+	releaseAs(t, g, full(100_000))
+	p.free()
+	if _, err := c.Get(within(t, patience), Request{Key: "bad", From: p.endpoint()}); err == nil {
+		t.Error("a READ from nowhere succeeded")
+	}
+	p.free()
+	without := newClient(t, ClientOptions{})
+	if _, err := without.Get(within(t, patience), Request{Key: "k", From: p.endpoint()}); !errors.Is(err, slab.ErrNoPlane) {
+		t.Errorf("%v, want ErrNoPlane", err)
+	}
+	p.free()
+	if n := len(p.asked(wire.Done)); n != 3 || c.o.Slab.Used() != 0 {
+		t.Errorf("%d times done, %d bytes in use", n, c.o.Slab.Used())
+	}
 }
 
 func TestAFailedReadIsTriedOnceMoreAndThenGivenBack(t *testing.T) {

@@ -12,17 +12,38 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/control"
+	binding "github.com/tensorferry/tensorferry/nixl"
 	"github.com/tensorferry/tensorferry/stage/slab"
 	"github.com/tensorferry/tensorferry/stage/wire"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/transfer"
 	"github.com/tensorferry/tensorferry/transfer/faulty"
 	"github.com/tensorferry/tensorferry/transfer/mapped"
+	"github.com/tensorferry/tensorferry/transfer/nixl"
 	"github.com/tensorferry/tensorferry/transfer/tcp"
 )
 
 // newSlab gives a slab with the planes mapped and tcp, closed at the end, when nothing of it may be in use. rules are faults of mapped.
 func newSlab(t testing.TB, bytes int64, rules ...faulty.Rule) *slab.Slab {
+	t.Helper()
+	return newSlabWith(t, bytes, nil, rules...)
+}
+
+// agents is a NIXL whose agents, of one process, meet.
+var agents = binding.NewFake()
+
+// newPlainSlab gives a slab that plain peers also read from, and that reads from them.
+func newPlainSlab(t testing.TB, bytes int64) *slab.Slab {
+	t.Helper()
+	p, err := nixl.New(nixl.Options{Loaded: agents.Library(), Drain: 20 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return newSlabWith(t, bytes, p)
+}
+
+// newSlabWith also takes another plane, which is closed with the slab; it may be nil.
+func newSlabWith(t testing.TB, bytes int64, other transfer.Plane, rules ...faulty.Rule) *slab.Slab {
 	t.Helper()
 	dir := filepath.Join(os.TempDir(), fmt.Sprint("stage-test-", os.Getpid())) // one for all: mapped reads from there only
 	if err := os.MkdirAll(dir, 0o700); err != nil {
@@ -38,6 +59,9 @@ func newSlab(t testing.TB, bytes int64, rules ...faulty.Rule) *slab.Slab {
 		t.Fatal(err)
 	}
 	planes := []transfer.Plane{faulty.New(m, rules...), c}
+	if other != nil {
+		planes = append(planes, other)
+	}
 	s, err := slab.New(t.Context(), slab.Options{Dir: dir, Name: wire.NewID().String(), Bytes: bytes, Planes: planes})
 	if err != nil {
 		t.Fatal(err)
@@ -48,8 +72,10 @@ func newSlab(t testing.TB, bytes int64, rules ...faulty.Rule) *slab.Slab {
 		if err := s.Close(ctx); err != nil {
 			t.Error(err)
 		}
-		if err := errors.Join(m.Close(), c.Close()); err != nil {
-			t.Error(err)
+		for _, p := range planes {
+			if err := p.Close(); err != nil {
+				t.Error(err)
+			}
 		}
 	})
 	return s
@@ -86,7 +112,7 @@ func newClient(t testing.TB, o ClientOptions) *Client {
 type producer struct {
 	t      testing.TB
 	plain  bool
-	slab   *slab.Slab // of ours only
+	slab   *slab.Slab
 	router *control.Router
 
 	mu       sync.Mutex
@@ -108,7 +134,7 @@ type asked struct {
 // offered is a payload of a producer.
 type offered struct {
 	m      wire.Metadata
-	memory *slab.Payload // nil: without bytes
+	memory *slab.Payload
 }
 
 type producerHandler producer
@@ -150,7 +176,9 @@ func (h *producerHandler) Left(from control.Source) {
 func newProducer(t testing.TB, plain bool) *producer {
 	t.Helper()
 	p := &producer{t: t, plain: plain, payloads: map[string]*offered{}, claims: map[wire.ID]asked{}, changed: make(chan struct{})}
-	if !plain {
+	if plain {
+		p.slab = newPlainSlab(t, 16<<20)
+	} else {
 		p.slab = newSlab(t, 16<<20)
 	}
 	p.listen(newLoop(t), 0)
@@ -182,7 +210,7 @@ func (p *producer) onAsk(script func(q asked) (handled bool)) {
 	p.script = script
 }
 
-// put publishes a payload. A plain producer has tensors without elements only, as no agent serves it here.
+// put publishes a payload.
 func (p *producer) put(key string, root tensor.Node) {
 	p.t.Helper()
 	packed, err := wire.Pack(root, wire.PackOptions{})
@@ -193,19 +221,20 @@ func (p *producer) put(key string, root tensor.Node) {
 	if o.m.Specs, o.m.Size, err = packed.Specs(); err != nil {
 		p.t.Fatal(err)
 	}
-	if !p.plain {
-		sizes := make([]int64, len(packed.Tensors))
-		for i, t := range packed.Tensors {
-			sizes[i] = t.Bytes()
-		}
-		b, err := p.slab.Alloc(p.t.Context(), sizes)
-		if err != nil {
-			p.t.Fatal(err)
-		}
-		o.m.Ferry = &wire.FerryMetadata{Top: packed.Top, Sum: fill(b.Slices(), packed.Tensors, true)}
-		o.memory = b.Payload(o.m.Specs)
-		p.t.Cleanup(o.memory.Release)
+	sizes := make([]int64, len(packed.Tensors))
+	for i, t := range packed.Tensors {
+		sizes[i] = t.Bytes()
 	}
+	b, err := p.slab.Alloc(p.t.Context(), sizes)
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	sum := fill(b.Slices(), packed.Tensors, true)
+	if !p.plain {
+		o.m.Ferry = &wire.FerryMetadata{Top: packed.Top, Sum: sum}
+	}
+	o.memory = b.Payload(o.m.Specs)
+	p.t.Cleanup(o.memory.Release)
 	p.mu.Lock()
 	p.payloads[key] = o
 	p.mu.Unlock()
@@ -248,12 +277,12 @@ func (q asked) serve() {
 func (q asked) offer(o *offered) *wire.Metadata {
 	m := o.m
 	m.Claim = q.Claim
-	if o.memory == nil {
-		return &m
+	var ask *wire.FerryRequest
+	if !q.p.plain {
+		f := *o.m.Ferry
+		m.Ferry, ask = &f, q.Ferry
 	}
-	f := *o.m.Ferry
-	m.Ferry = &f
-	if err := o.memory.Offer(q.p.t.Context(), fmt.Sprint("grant", q.p.grants), q.Ferry, &m); err != nil {
+	if err := o.memory.Offer(context.Background(), fmt.Sprint("grant", q.p.grants), ask, &m); err != nil {
 		q.p.t.Error(err)
 	}
 	return &m
