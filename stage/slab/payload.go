@@ -141,6 +141,10 @@ func (p *Payload) offerOn(w *way, id string, g *grant) (wire.PlaneOffer, error) 
 		}
 		return o, nil
 	}
+	o.Metadata = w.reg.Metadata()
+	if !w.tokens {
+		return o, nil // a grant would keep nobody out
+	}
 	at := slices.IndexFunc(g.ways, func(o granted) bool { return o.way == w })
 	if at < 0 {
 		token, err := w.reg.Grant(p.name(id), p.cover)
@@ -150,7 +154,7 @@ func (p *Payload) offerOn(w *way, id string, g *grant) (wire.PlaneOffer, error) 
 		at = len(g.ways)
 		g.ways = append(g.ways, granted{w, token})
 	}
-	o.Metadata, o.Token = w.reg.Metadata(), g.ways[at].token
+	o.Token = g.ways[at].token
 	return o, nil
 }
 

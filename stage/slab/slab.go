@@ -82,6 +82,7 @@ type Slab struct {
 type way struct {
 	plane  transfer.Plane
 	reg    transfer.Registration
+	tokens bool    // a READ needs a grant
 	server *server // nil: its readers have tokens, or verify
 	peers  peers
 }
@@ -133,7 +134,7 @@ func (s *Slab) register(ctx context.Context, p transfer.Plane) error {
 	if err != nil {
 		return fmt.Errorf("slab: register on plane %s: %w", p.Name(), err)
 	}
-	w := &way{plane: p, reg: reg}
+	w := &way{plane: p, reg: reg, tokens: p.Capabilities().Tokens}
 	w.peers.init(p, &s.work)
 	if a, ok := reg.(agentRegistration); ok {
 		w.server = newServer(a, s.log)

@@ -11,11 +11,11 @@ import (
 	"github.com/tensorferry/tensorferry/transfer/transfertest"
 )
 
-// realPath is the library in the venv that PEERS_PYTHON belongs to, or "" for where it is found; without one the test is skipped,
-// or fails where FERRY_INTEROP_REQUIRED is set.
+// realPath is the library in the venv that PEERS_PYTHON belongs to, unless NIXL_CAPI_LIB names one, or "" for where it is found; without
+// one the test is skipped, or fails where FERRY_INTEROP_REQUIRED is set.
 func realPath(t testing.TB) string {
 	t.Helper()
-	if python := os.Getenv("PEERS_PYTHON"); python != "" {
+	if python := os.Getenv("PEERS_PYTHON"); python != "" && os.Getenv(binding.LibraryEnv) == "" {
 		m, _ := filepath.Glob(filepath.Join(filepath.Dir(filepath.Dir(python)), "lib/python3*/site-packages/.nixl_cu1*.mesonpy.libs/libnixl_capi.so"))
 		if len(m) > 0 {
 			return m[len(m)-1]
