@@ -88,6 +88,9 @@ type Info struct {
 	Owner       uint64
 	Checksum    uint64
 	HasChecksum bool
+
+	// Of the grants that a producer made of it: those there are, and of these the burned ones. Set by Producer.CountGrants only.
+	Grants, Burned int
 }
 
 // Stats counts. Blocks = FreeBlocks + QuarantinedBlocks + FillingBlocks + the blocks of ready entries.

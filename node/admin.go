@@ -150,6 +150,8 @@ type entryStatus struct {
 	Dtype   string      `json:"dtype"`
 	Pins    int         `json:"pins"`
 	Holds   int         `json:"holds"`
+	Grants  int         `json:"grants"` // to peers that may READ it
+	Burned  int         `json:"burned"` // of these: their lease is over, and the peer may READ all the same
 	Gen     uint64      `json:"gen"`
 	Slot    int         `json:"slot"`
 	Extents [][2]uint32 `json:"extents"` // start, count, in blocks
@@ -160,7 +162,7 @@ type entryStatus struct {
 func (n *Node) entries() []entryStatus {
 	out := []entryStatus{}
 	for _, p := range n.pools {
-		for _, i := range p.cache.Entries() {
+		for _, i := range p.entries() {
 			out = append(out, entryOf(p.group, i))
 		}
 	}
@@ -170,7 +172,7 @@ func (n *Node) entries() []entryStatus {
 func entryOf(group string, i ec.Info) entryStatus {
 	e := entryStatus{
 		Pool: group, Key: i.Key, State: i.State.String(), Bytes: i.Spec.Bytes, Shape: i.Spec.Shape, Dtype: i.Spec.Dtype,
-		Pins: i.Pins, Holds: i.Holds, Gen: i.Gen, Slot: i.Slot, Owner: i.Owner, Extents: make([][2]uint32, len(i.Extents)),
+		Pins: i.Pins, Holds: i.Holds, Grants: i.Grants, Burned: i.Burned, Gen: i.Gen, Slot: i.Slot, Owner: i.Owner, Extents: make([][2]uint32, len(i.Extents)),
 	}
 	for j, x := range i.Extents {
 		e.Extents[j] = [2]uint32{x.Start, x.Count}

@@ -208,6 +208,9 @@ func (n *Node) startPeers(ctx context.Context) error {
 	if n.producer, err = ec.NewProducer(ctx, o); err != nil {
 		return err
 	}
+	for _, p := range n.pools {
+		p.producer = n.producer
+	}
 	n.up("producer", func(context.Context) error { return n.producer.Close() })
 	answerer := &probes{Producer: n.producer, pools: n.pools, generation: n.s.ECProtocol, checksums: n.s.Checksums}
 	if n.router, err = n.listen(ctx, answerer); err != nil {

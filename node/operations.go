@@ -343,7 +343,7 @@ func (s *session) waitReady(ctx context.Context, key string) (ec.Info, error) {
 // list pushes all entries, in pieces, as the engine reads them.
 func (s *session) list(op *api.Op, t *turn) error {
 	return s.background(op, t, 0, func(ctx context.Context) {
-		entries := s.pool.cache.Entries()
+		entries := s.pool.entries()
 		for len(entries) > api.MaxListChunk {
 			if ctx.Err() != nil || s.conn.Room(ctx.Done()) != nil {
 				break

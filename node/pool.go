@@ -21,8 +21,16 @@ type pool struct {
 	region   *region.Region
 	cache    *ec.Cache
 	clients  *clients
+	producer *ec.Producer // the node's, which serves all its pools
 	consumer *ec.Consumer
 	granted  []*ec.Pin // by the node before; the producer's, once there is one
+}
+
+// entries are those of the cache, with the grants that the producer made of them.
+func (p *pool) entries() []ec.Info {
+	entries := p.cache.Entries()
+	p.producer.CountGrants(p.cache, entries)
+	return entries
 }
 
 // openPool makes the region and its cache, or goes on with those of a node that died. The consumer comes later, when there are

@@ -12,7 +12,9 @@ func (a *app) ecListCmd() *cobra.Command {
 		Use:   "ls",
 		Short: "List the entries of a pool",
 		Long: `List the entries of a pool in the order of eviction, one a line:
-{"key":..,"bytes":..,"shape":[..],"state":"not_ready|ready|pinned","pins":..,"holds":..}`,
+{"key":..,"bytes":..,"shape":[..],"state":"not_ready|ready|pinned","pins":..,"holds":..}
+An entry that peers were granted has "grants":.., and "burned":.. says how many of these are past their lease and may still be READ.
+Grants are among the pins.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, cancel := a.interruptible(cmd.Context())
@@ -45,6 +47,9 @@ type entryLine struct {
 	State string  `json:"state"`
 	Pins  int     `json:"pins"`
 	Holds int     `json:"holds"`
+
+	Grants int `json:"grants,omitempty"`
+	Burned int `json:"burned,omitempty"`
 }
 
 func lineOf(e ec.Info) entryLine {
@@ -55,5 +60,5 @@ func lineOf(e ec.Info) entryLine {
 	case e.State == ec.Ready:
 		state = "ready"
 	}
-	return entryLine{e.Key, e.Spec.Bytes, e.Spec.Shape, state, e.Pins, e.Holds}
+	return entryLine{e.Key, e.Spec.Bytes, e.Spec.Shape, state, e.Pins, e.Holds, e.Grants, e.Burned}
 }

@@ -320,6 +320,10 @@ func (r *reader) info(v *ec.Info) {
 			v.Pins = r.int32()
 		case "holds":
 			v.Holds = r.int32()
+		case "grants":
+			v.Grants = r.int32()
+		case "burned":
+			v.Burned = r.int32()
 		case "owner":
 			v.Owner = r.uint()
 		case "sum":

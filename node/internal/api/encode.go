@@ -254,6 +254,8 @@ func appendInfo(b []byte, i *ec.Info) []byte {
 	}
 	f.int("pins", int64(i.Pins))
 	f.int("holds", int64(i.Holds))
+	f.int("grants", int64(i.Grants))
+	f.int("burned", int64(i.Burned))
 	f.uint("owner", i.Owner)
 	f.sum(i.HasChecksum, i.Checksum)
 	return f.close()

@@ -21,7 +21,7 @@ func fullInfo() *ec.Info {
 	return &ec.Info{
 		Key: "k:1", Spec: ec.Spec{Dtype: "torch.bfloat16", Shape: []int64{3, 1 << 40}, Bytes: math.MaxInt64}, State: ec.Ready,
 		Gen: math.MaxUint64, Slot: 7, Extents: []region.Extent{{Start: 0, Count: 1}, {Start: math.MaxUint32, Count: math.MaxUint32}},
-		Pins: 2, Holds: 3, Owner: 9, Checksum: 0, HasChecksum: true,
+		Pins: 2, Holds: 3, Owner: 9, Checksum: 0, HasChecksum: true, Grants: 4, Burned: 1,
 	}
 }
 
