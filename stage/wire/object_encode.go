@@ -25,6 +25,38 @@ func AppendObject(b []byte, root tensor.Node, o ObjectOptions) ([]byte, error) {
 	return appendValue(b, root, encoder{ObjectOptions: o})
 }
 
+// ObjectParts serializes as AppendObject does, and leaves the bytes of large tensors, arrays and images where they are: the parts one
+// after the other are what AppendObject would append, size bytes in all. Those parts are views: root's memory must stay as it is while
+// they are in use. Errors are those of AppendObject.
+func ObjectParts(root tensor.Node, o ObjectOptions) (parts [][]byte, size int64, err error) {
+	var cuts []cut
+	b, err := appendValue(nil, root, encoder{ObjectOptions: o, cuts: &cuts})
+	if err != nil {
+		return nil, 0, err
+	}
+	size = int64(len(b))
+	parts = make([][]byte, 0, 2*len(cuts)+1)
+	at := 0
+	for _, c := range cuts {
+		parts = append(parts, b[at:c.at], c.data)
+		size += int64(len(c.data))
+		at = c.at
+	}
+	if at < len(b) {
+		parts = append(parts, b[at:])
+	}
+	return parts, size, nil
+}
+
+// partMin is what is worth a part of its own.
+const partMin = 16 << 10
+
+// cut is where data of the caller's belongs in what was encoded, by offset.
+type cut struct {
+	at   int
+	data []byte
+}
+
 // AppendSkeleton appends a skeleton (see tensor.Split) serialized as the peers do. Errors are those of AppendObject.
 func AppendSkeleton(b []byte, skeleton tensor.Node, o ObjectOptions) ([]byte, error) {
 	return appendValue(b, skeleton, encoder{ObjectOptions: o, skeleton: true})
@@ -46,6 +78,7 @@ func appendValue(b []byte, root tensor.Node, e encoder) ([]byte, error) {
 type encoder struct {
 	ObjectOptions
 	skeleton bool
+	cuts     *[]cut // if set, large data is noted here and not copied
 }
 
 // room is about the encoded size.
@@ -59,11 +92,11 @@ func (e encoder) room(n tensor.Node) int {
 	case tensor.Ext:
 		return 6 + len(n.Data)
 	case tensor.Tensor:
-		return marked + len(n.Data())
+		return marked + e.roomFor(n.Data())
 	case tensor.NDArray:
-		return marked + len(n.Data)
+		return marked + e.roomFor(n.Data)
 	case tensor.Image:
-		return marked + len(n.Data)
+		return marked + e.roomFor(n.Data)
 	case tensor.Leaf:
 		return 32
 	case tensor.List:
@@ -78,6 +111,13 @@ func (e encoder) room(n tensor.Node) int {
 		return size
 	}
 	return 9
+}
+
+func (e encoder) roomFor(data []byte) int {
+	if e.cuts != nil && len(data) >= partMin {
+		return 0
+	}
+	return len(data)
 }
 
 func (e encoder) roomAll(nodes []tensor.Node) int {
@@ -191,7 +231,13 @@ func (e encoder) marked(b []byte, mark, field, value string, shape tensor.Shape,
 	b = msgp.AppendBool(msgp.AppendString(b, mark), true)
 	b = appendStr(b, field, value)
 	b = appendShape(b, shape)
-	return msgp.AppendBytes(msgp.AppendString(b, fieldData), data), nil
+	b = msgp.AppendString(b, fieldData)
+	if e.cuts == nil || len(data) < partMin {
+		return msgp.AppendBytes(b, data), nil
+	}
+	b = msgp.AppendBytesHeader(b, uint32(len(data)))
+	*e.cuts = append(*e.cuts, cut{len(b), data})
+	return b, nil
 }
 
 // appendExt writes the shortest form, as msgspec does.
