@@ -33,8 +33,9 @@ type DeviceMemory struct {
 
 // Device makes memory of a device usable for payloads: for those that are put, and as a destination of READs. memoryType is NIXL's
 // name ("VRAM"), addr and bytes name an allocation that the caller owns and keeps until Close. It needs the nixl plane with agents in
-// this process (nixl.Options.Command empty); only NIXL reads it, of own readers as of plain ones. The caller closes it before the
-// slab. Errors: ErrNoPlane, and those of nixl.Registration.AddDevice.
+// this process (nixl.Options.Command empty); only NIXL reads it, of own readers as of plain ones. In a process with CUDA the slab's
+// directory has to be in shared memory: NIXL has CUDA register the slab, which takes no file of a disk. The caller closes it before
+// the slab. Errors: ErrNoPlane, and those of nixl.Registration.AddDevice.
 func (s *Slab) Device(ctx context.Context, memoryType string, device int, addr uint64, bytes int64) (*DeviceMemory, error) {
 	kind, err := binding.ParseMemoryType(memoryType)
 	if err != nil || device < 0 || bytes <= 0 {

@@ -1,9 +1,11 @@
 package slab
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -214,4 +216,39 @@ func realLibrary(t testing.TB) *binding.Library {
 		t.Skipf("the real NIXL is not here: %v", err)
 	}
 	return l
+}
+
+func TestCloseEndsAPlainReadThatWasGivenUp(t *testing.T) {
+	dir := transfertest.Dir(t)
+	plane := fakeNIXL(t)
+	leaks(t, dir)
+	p := newPlainProducer(t, fake.Library(), "plain-frozen", 1<<20)
+	s, err := New(patient(t), Options{Dir: dir, Name: "b", Bytes: 1 << 20, Planes: []transfer.Plane{plane}})
+	must(t, err)
+	m := p.put(binding.DRAM, 0, 0, 5000, 1)
+	get(t, s, m, 1)
+	fake.Freeze("plain-frozen")
+	b, err := s.Alloc(patient(t), []int64{5000})
+	must(t, err)
+	ctx, cancel := context.WithCancel(t.Context())
+	time.AfterFunc(10*time.Millisecond, cancel)
+	if _, err := s.Read(ctx, m, b); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	b.Free()
+	if s.Used() == 0 {
+		t.Error("free, and the READ is not over")
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := s.Close(ended); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	select {
+	case <-b.Idle():
+	default:
+		t.Error("the READ goes on after Close")
+	}
+	fake.Thaw("plain-frozen")
+	must(t, plane.Close())
 }

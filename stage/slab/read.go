@@ -243,11 +243,13 @@ func (s *Slab) abandon(f flight, i int) {
 		for _, rd := range f.reads[i:] {
 			select {
 			case <-rd.Done():
+			case <-s.closed:
+				f.force()
 			case <-overdue.C:
 				s.log.Warn("slab: a READ that was given up does not end; its peer is closed", "bytes", f.into.bytes, "since", quarantine)
 				f.force()
-				<-rd.Done()
 			}
+			<-rd.Done()
 			failed = failed || lost(rd.Err())
 		}
 		f.into.end()

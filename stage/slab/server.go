@@ -67,7 +67,7 @@ func (s *server) tell(g *grant) (nixl.Incarnation, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	now, ok := s.reg.Incarnation()
-	if !ok {
+	if !ok || isClosed(now.Gone) {
 		return now, false
 	}
 	i := s.all[now.Gone]
@@ -142,9 +142,11 @@ func (s *server) wait(ctx context.Context, i *incarnation) error {
 }
 
 // over says whether nothing of i can be read any more.
-func (i *incarnation) over() bool {
+func (i *incarnation) over() bool { return isClosed(i.gone) }
+
+func isClosed(c <-chan struct{}) bool {
 	select {
-	case <-i.gone:
+	case <-c:
 		return true
 	default:
 		return false

@@ -58,12 +58,8 @@ func (p *space) close() <-chan struct{} {
 
 // checkIdle is called with the lock, once closed and whenever blocks were given back after that.
 func (p *space) checkIdle() {
-	if p.closed && p.free.FreeBlocks() == p.blocks {
-		select {
-		case <-p.idle:
-		default:
-			close(p.idle)
-		}
+	if p.closed && p.free.FreeBlocks() == p.blocks && !isClosed(p.idle) {
+		close(p.idle)
 	}
 }
 
