@@ -90,7 +90,7 @@ func (d *Dealer) Send(body []byte) error {
 		l.mu.Unlock()
 		return ErrGone
 	}
-	if err := d.q.push(body, &l.opts, &l.total); err != nil {
+	if err := d.q.push(parcel{head: body}, &l.opts, &l.total); err != nil {
 		l.mu.Unlock()
 		return err
 	}

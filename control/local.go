@@ -237,8 +237,12 @@ func (r *Router) forget(p *localPeer) {
 }
 
 // send is Router.Send for a local peer.
-func (p *localPeer) send(body []byte) error {
-	err := p.s.send(body)
+func (p *localPeer) send(m parcel) error {
+	body, err := m.bytes()
+	if err != nil {
+		return err
+	}
+	err = p.s.send(body)
 	if err == nil {
 		return nil
 	}

@@ -9,13 +9,13 @@ import (
 // outlet is what waits for one destination: the messages accepted and not yet given to libzmq, and a count of what libzmq holds.
 // Send appends to in under Loop.mu; the owner works through out without the lock, and swaps the two when out is empty.
 type outlet struct {
-	in   [][]byte // guarded by Loop.mu
-	out  [][]byte // owner only
+	in   []parcel // guarded by Loop.mu
+	out  []parcel // owner only
 	at   int      // next in out; owner only
 	flow flow
 
 	n     int   // messages in both; guarded by Loop.mu
-	bytes int64 // their bytes; guarded by Loop.mu
+	bytes int64 // their cost; guarded by Loop.mu
 }
 
 // total is what waits for all destinations of a loop.
@@ -35,9 +35,9 @@ func (t *total) fits(size int64, o *Options) error {
 	return nil
 }
 
-// push accepts body or says why not. Caller holds Loop.mu.
-func (q *outlet) push(body []byte, o *Options, t *total) error {
-	size := int64(len(body))
+// push accepts p or says why not. Caller holds Loop.mu.
+func (q *outlet) push(p parcel, o *Options, t *total) error {
+	size := p.cost()
 	switch {
 	case size > o.QueueBytes:
 		return fmt.Errorf("%w: %d bytes, where Options.QueueBytes allows %d", ErrTooLarge, size, o.QueueBytes)
@@ -47,7 +47,7 @@ func (q *outlet) push(body []byte, o *Options, t *total) error {
 	if err := t.fits(size, o); err != nil {
 		return err
 	}
-	q.in = append(q.in, body)
+	q.in = append(q.in, p)
 	q.n++
 	q.bytes += size
 	t.bytes += size
@@ -60,12 +60,12 @@ func (q *outlet) drain(l *Loop, socket unsafe.Pointer, id string, settled func()
 	n, bytes := 0, int64(0) // handed over and still accounted for
 	for {
 		for q.at < len(q.out) && errno == 0 {
-			body := q.out[q.at]
-			if errno = send(socket, q.flow, id, body); errno == 0 {
-				q.out[q.at] = nil // let go of it now: it may be large
+			p := q.out[q.at]
+			if errno = send(socket, q.flow, id, p); errno == 0 {
+				q.out[q.at] = parcel{} // let go of it now: it may be large
 				q.at++
 				n++
-				bytes += int64(len(body))
+				bytes += p.cost()
 			}
 		}
 		l.mu.Lock()

@@ -15,7 +15,7 @@ func TestOutletAcceptsUpToItsLimitsAndKeepsOrder(t *testing.T) {
 		o := &Options{Queue: rapid.IntRange(1, 5).Draw(t, "queue"), QueueBytes: rapid.Int64Range(1, 40).Draw(t, "bytes")}
 		var q outlet
 		var all total
-		var model [][]byte
+		var model []parcel
 		var bytes int64
 		t.Repeat(map[string]func(*rapid.T){
 			"push": func(t *rapid.T) {
@@ -28,9 +28,9 @@ func TestOutletAcceptsUpToItsLimitsAndKeepsOrder(t *testing.T) {
 				case len(model) == o.Queue || bytes+size > o.QueueBytes:
 					want = ErrQueueFull
 				default:
-					model, bytes = append(model, body), bytes+size
+					model, bytes = append(model, parcel{head: body}), bytes+size
 				}
-				if err := q.push(body, o, &all); !errors.Is(err, want) {
+				if err := q.push(parcel{head: body}, o, &all); !errors.Is(err, want) {
 					t.Fatalf("push of %d bytes: %v, want %v", size, err, want)
 				}
 			},

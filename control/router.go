@@ -133,7 +133,15 @@ func (r *Router) Port() int { return r.port }
 // ErrQueueFull if its queue is full, or all queues of the loop for a large body (Options.TotalBytes: a small one may still pass),
 // ErrTooLarge if body is larger than a queue may be, ErrClosed after Close.
 // A message that was accepted is dropped, and counted as unroutable, if its peer goes away first.
-func (r *Router) Send(id string, body []byte) error {
+func (r *Router) Send(id string, body []byte) error { return r.send(id, parcel{head: body}) }
+
+// SendShared is Send for the body that is head and then tail, of which only head is copied, but for a local peer. Its errors are those of
+// Send; what counts for the limits is the memory that it takes: head, 16 KiB, and 2 KiB for each MiB of tail.
+func (r *Router) SendShared(id string, head []byte, tail *Shared) error {
+	return r.send(id, parcel{head: head, tail: tail})
+}
+
+func (r *Router) send(id string, m parcel) error {
 	l := r.l
 	if r.ended(l) {
 		return ErrClosed
@@ -141,7 +149,7 @@ func (r *Router) Send(id string, body []byte) error {
 	l.mu.Lock()
 	if p := r.locals[id]; p != nil {
 		l.mu.Unlock()
-		return p.send(body)
+		return p.send(m)
 	}
 	p := r.peers[id]
 	if p == nil {
@@ -149,7 +157,7 @@ func (r *Router) Send(id string, body []byte) error {
 		l.mu.Unlock()
 		return ErrGone
 	}
-	if err := p.q.push(body, &l.opts, &l.total); err != nil {
+	if err := p.q.push(m, &l.opts, &l.total); err != nil {
 		r.fullQueue++
 		l.mu.Unlock()
 		return err

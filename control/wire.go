@@ -12,6 +12,8 @@ package control
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 #include <zmq.h>
 
 // Bodies from here on are counted in bytes while libzmq holds them. libzmq copies smaller messages into buffers of this size
@@ -83,12 +85,6 @@ typedef struct ferry_flow {
 	int64_t refs;
 } ferry_flow;
 
-// ferry_body is a large body in libzmq's hands; the bytes follow it.
-typedef struct {
-	ferry_flow *flow;
-	size_t size;
-} ferry_body;
-
 static void ferry_flow_hold(ferry_flow *f) { __atomic_add_fetch(&f->refs, 1, __ATOMIC_RELAXED); }
 
 static void ferry_flow_drop(ferry_flow *f)
@@ -106,14 +102,42 @@ static void ferry_flow_add(ferry_flow *f, int64_t bytes)
 		__atomic_add_fetch(&f->bytes, bytes, __ATOMIC_RELAXED);
 }
 
+// ferry_body is a large body in libzmq's hands. Its bytes follow it, or lie in a mapping.
+typedef struct {
+	ferry_flow *flow;
+	int64_t cost; // bytes of memory
+	void *map;    // NULL: none
+	size_t map_size;
+} ferry_body;
+
+static void ferry_body_drop(ferry_body *b)
+{
+	if (b->map)
+		munmap(b->map, b->map_size);
+	free(b);
+}
+
 // Called by libzmq, on any of its threads, when a body has been written to the connection or thrown away.
 static void ferry_body_free(void *data, void *hint)
 {
 	ferry_body *b = hint;
 	(void)data;
-	ferry_flow_add(b->flow, -(int64_t)b->size);
+	ferry_flow_add(b->flow, -b->cost);
 	ferry_flow_drop(b->flow);
-	free(b);
+	ferry_body_drop(b);
+}
+
+static int ferry_body_give(zmq_msg_t *msg, ferry_flow *flow, ferry_body *b, void *data, size_t size, int64_t cost)
+{
+	b->flow = flow;
+	b->cost = cost;
+	if (zmq_msg_init_data(msg, data, size, ferry_body_free, b) < 0) {
+		ferry_body_drop(b);
+		return -ENOMEM;
+	}
+	ferry_flow_hold(flow);
+	ferry_flow_add(flow, cost);
+	return 0;
 }
 
 // Makes room for a large body, which is copied once it is clear that libzmq takes the message.
@@ -122,31 +146,78 @@ static int ferry_body_new(zmq_msg_t *msg, ferry_flow *flow, size_t size)
 	ferry_body *b = malloc(sizeof *b + size);
 	if (!b)
 		return -ENOMEM;
-	b->flow = flow;
-	b->size = size;
-	if (zmq_msg_init_data(msg, b + 1, size, ferry_body_free, b) < 0) {
-		free(b);
-		return -ENOMEM;
-	}
-	ferry_flow_hold(flow);
-	ferry_flow_add(flow, (int64_t)size);
-	return 0;
+	b->map = NULL;
+	return ferry_body_give(msg, flow, b, b + 1, size, (int64_t)size);
 }
 
-// Sends [id, "", body], or ["", body] if there is no id, without waiting. Only the first part can be refused, and libzmq has then
-// taken nothing. When the connection breaks between the parts the message is lost, as it is when it breaks right after them.
-static int ferry_send(void *socket, ferry_flow *flow, const void *id, size_t id_size, const void *body, size_t size)
+// ferry_tail is the end of a body: all of a file in memory. fd is -1 if there is none.
+typedef struct {
+	int fd;
+	size_t size;
+	int64_t cost; // of mapping it, in bytes of memory
+} ferry_tail;
+
+// Makes a body whose end is a file in memory: its pages, and in front of them pages with room for the head, which ends where they begin.
+static int ferry_body_map(zmq_msg_t *msg, ferry_flow *flow, size_t head_size, ferry_tail tail)
+{
+	size_t page = (size_t)sysconf(_SC_PAGESIZE), room = (head_size + page - 1) / page * page;
+	ferry_body *b = malloc(sizeof *b);
+	if (!b)
+		return -ENOMEM;
+	b->map_size = room + tail.size;
+	b->map = mmap(NULL, b->map_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	if (b->map == MAP_FAILED)
+		b->map = NULL;
+	char *at = (char *)b->map + room;
+	if (!b->map || mmap(at, tail.size, PROT_READ, MAP_SHARED | MAP_FIXED, tail.fd, 0) == MAP_FAILED) {
+		ferry_body_drop(b);
+		return -ENOMEM;
+	}
+	return ferry_body_give(msg, flow, b, at - head_size, head_size + tail.size, tail.cost);
+}
+
+// Makes the message for a body. copy says that the tail is to be copied, as it cannot be mapped: the process has too many mappings.
+static int ferry_message(zmq_msg_t *msg, ferry_flow *flow, size_t head_size, ferry_tail tail, int *copy)
+{
+	size_t size = head_size + tail.size;
+	*copy = 0;
+	if (tail.fd >= 0) {
+		if (ferry_body_map(msg, flow, head_size, tail) == 0)
+			return 0;
+		*copy = 1;
+	}
+	return size < FERRY_LARGE ? zmq_msg_init_size(msg, size) : ferry_body_new(msg, flow, size);
+}
+
+// Reads all of a file in memory, which is sealed and so never too short.
+static void ferry_tail_read(char *to, ferry_tail tail)
+{
+	for (size_t at = 0; at < tail.size;) {
+		ssize_t n = pread(tail.fd, to + at, tail.size - at, (off_t)at);
+		if (n > 0)
+			at += (size_t)n;
+	}
+}
+
+// Sends [id, "", body], or ["", body] if there is no id, without waiting; the body is head and tail. Only the first part can be refused,
+// and libzmq has then taken nothing. When the connection breaks between the parts the message is lost, as it is when it breaks right
+// after them.
+static int ferry_send(void *socket, ferry_flow *flow, const void *id, size_t id_size, const void *head, size_t head_size, ferry_tail tail)
 {
 	zmq_msg_t msg;
-	int rc = size < FERRY_LARGE ? zmq_msg_init_size(&msg, size) : ferry_body_new(&msg, flow, size);
+	int copy;
+	int rc = ferry_message(&msg, flow, head_size, tail, &copy);
 	if (rc < 0)
 		return -ENOMEM;
 	int first = ferry_part(socket, id, id_size, ZMQ_SNDMORE); // the id or, without one, the empty part
 	if (first == 0 && id_size > 0)
 		ferry_part(socket, "", 0, ZMQ_SNDMORE);
 	if (first == 0) {
-		if (size > 0)
-			memcpy(zmq_msg_data(&msg), body, size);
+		char *data = zmq_msg_data(&msg);
+		if (head_size > 0)
+			memcpy(data, head, head_size);
+		if (copy)
+			ferry_tail_read(data + head_size, tail);
 		do
 			rc = zmq_msg_send(&msg, socket, ZMQ_DONTWAIT);
 		while (rc < 0 && errno == EINTR);
@@ -161,6 +232,7 @@ import "C"
 import (
 	"errors"
 	"reflect"
+	"runtime"
 	"sync/atomic"
 	"syscall"
 	"unsafe"
@@ -247,9 +319,15 @@ func (f flow) held() int64 {
 // drop gives the flow up; libzmq may still hold bodies.
 func (f flow) drop() { C.ferry_flow_drop(f.f) }
 
-// send hands [id, "", body] to libzmq, which copies it; without an id, ["", body]. syscall.EAGAIN says that there is no room,
-// syscall.EHOSTUNREACH that a ROUTER knows nobody by that id.
-func send(socket unsafe.Pointer, f flow, id string, body []byte) syscall.Errno {
-	rc := C.ferry_send(socket, f.f, unsafe.Pointer(unsafe.StringData(id)), C.size_t(len(id)), unsafe.Pointer(unsafe.SliceData(body)), C.size_t(len(body)))
+// send hands [id, "", body] to libzmq, which copies it but for what is shared; without an id, ["", body]. syscall.EAGAIN says that there
+// is no room, syscall.EHOSTUNREACH that a ROUTER knows nobody by that id.
+func send(socket unsafe.Pointer, f flow, id string, p parcel) syscall.Errno {
+	tail := C.ferry_tail{fd: -1}
+	if p.tail != nil {
+		tail = C.ferry_tail{fd: C.int(p.tail.fd), size: C.size_t(p.tail.size), cost: C.int64_t(p.cost())}
+	}
+	rc := C.ferry_send(socket, f.f, unsafe.Pointer(unsafe.StringData(id)), C.size_t(len(id)),
+		unsafe.Pointer(unsafe.SliceData(p.head)), C.size_t(len(p.head)), tail)
+	runtime.KeepAlive(p.tail)
 	return syscall.Errno(-rc)
 }
