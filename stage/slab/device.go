@@ -50,7 +50,7 @@ func (s *Slab) Device(ctx context.Context, memoryType string, device int, addr u
 			return d, nil
 		}
 	}
-	return nil, fmt.Errorf("%w: memory of a device needs nixl, here are %s", ErrNoPlane, names(s.planeNames()))
+	return nil, fmt.Errorf("%w: memory of a device needs nixl, here are %s", ErrNoPlane, names(s.Planes()))
 }
 
 // Close ends the registration; nothing reads or writes the memory after it. ErrInUse, and nothing is done: buffers that are not free

@@ -92,7 +92,8 @@ func (p *Payload) Slices() [][]byte { return p.b.slices }
 
 // Offer implements stage.Memory. For an own reader it fills in Ferry.Inline if the payload is small enough, else Ferry.Planes (a
 // grant on each plane that the reader named) and Ferry.Offsets. For a plain reader (ask is nil), and for any reader of a payload that
-// has tensors in device memory: AgentMetadata and Groups, of the serving agent of now. Errors: ErrNoPlane, ErrMismatch, and those of the planes.
+// has tensors in device memory: AgentMetadata and Groups, of the serving agent of now. Errors: ErrNoPlane, ErrMismatch, ErrClosed, and
+// those of the planes.
 func (p *Payload) Offer(ctx context.Context, id string, ask *wire.FerryRequest, m *wire.Metadata) error {
 	switch {
 	case p.err != nil:
@@ -124,7 +125,7 @@ func (p *Payload) Offer(ctx context.Context, id string, ask *wire.FerryRequest, 
 		}
 	}
 	if len(m.Ferry.Planes) == 0 {
-		return fmt.Errorf("%w: the reader takes %s, here are %s", ErrNoPlane, names(ask.Planes), names(p.b.slab.planeNames()))
+		return fmt.Errorf("%w: the reader takes %s, here are %s", ErrNoPlane, names(ask.Planes), names(p.b.slab.Planes()))
 	}
 	m.Ferry.Offsets = p.offsets
 	return nil
@@ -162,7 +163,7 @@ func (p *Payload) offerOn(w *way, id string, g *grant) (wire.PlaneOffer, error) 
 func (p *Payload) offerPlain(id string, m *wire.Metadata) error {
 	at := slices.IndexFunc(p.b.slab.ways, func(w *way) bool { return w.server != nil })
 	if at < 0 {
-		return fmt.Errorf("%w: plain readers need nixl, here are %s", ErrNoPlane, names(p.b.slab.planeNames()))
+		return fmt.Errorf("%w: plain readers need nixl, here are %s", ErrNoPlane, names(p.b.slab.Planes()))
 	}
 	g := p.grant(id)
 	g.mu.Lock()
@@ -254,7 +255,8 @@ func (p *Payload) Release() {
 	p.b.Free()
 }
 
-func (s *Slab) planeNames() []string {
+// Planes are the names of the planes, by preference: what a reader says that it can take (wire.FerryRequest.Planes).
+func (s *Slab) Planes() []string {
 	var all []string
 	for _, w := range s.ways {
 		all = append(all, w.plane.Name())

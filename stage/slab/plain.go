@@ -31,18 +31,19 @@ func (s *Slab) readPlaces(ctx context.Context, m *wire.Metadata, into *Buffer) (
 	}
 	if plane == nil {
 		into.end()
-		return "", fmt.Errorf("%w: this one needs nixl, here are %s", ErrNoPlane, names(s.planeNames()))
+		return "", fmt.Errorf("%w: this one needs nixl, here are %s", ErrNoPlane, names(s.Planes()))
 	}
 	// A second time: the agent may have registered an address anew, which the first failure has forgotten, or READs of others have
 	// failed, and this one with them.
+	var over bool
 	var err error
 	for range 2 {
-		if err = s.wait(ctx, s.postPlaces(ctx, plane, m, into)); !lost(err) || ctx.Err() != nil {
+		if over, err = s.wait(ctx, s.postPlaces(ctx, plane, m, into)); !over {
+			return "", fmt.Errorf("slab: plane %s: %w", plane.Name(), err)
+		}
+		if !lost(err) || ctx.Err() != nil {
 			break
 		}
-	}
-	if errors.Is(err, errAbandoned) {
-		return "", fmt.Errorf("slab: plane %s: %w", plane.Name(), ctx.Err())
 	}
 	into.end()
 	if err != nil {

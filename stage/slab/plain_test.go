@@ -239,16 +239,33 @@ func TestCloseEndsAPlainReadThatWasGivenUp(t *testing.T) {
 	if s.Used() == 0 {
 		t.Error("free, and the READ is not over")
 	}
+	reading := make(chan error)
+	other, err := s.Alloc(patient(t), []int64{5000})
+	must(t, err)
+	go func() {
+		_, err := s.Read(t.Context(), m, other)
+		reading <- err
+	}()
+	transfertest.Eventually(t, "the READ to begin", func() bool { return !isClosed(other.Idle()) })
 	ended, cancel := context.WithCancel(t.Context())
 	cancel()
+	go func() {
+		if err := <-reading; !errors.Is(err, ErrClosed) {
+			t.Errorf("a READ that the slab's end met: %v", err)
+		}
+		close(reading)
+	}()
 	if err := s.Close(ended); !errors.Is(err, context.Canceled) {
 		t.Error(err)
 	}
-	select {
-	case <-b.Idle():
-	default:
-		t.Error("the READ goes on after Close")
+	<-reading
+	if !isClosed(b.Idle()) || !isClosed(other.Idle()) {
+		t.Error("a READ goes on after Close")
 	}
+	if _, err := s.Read(t.Context(), m, other); !errors.Is(err, ErrClosed) {
+		t.Errorf("a READ after Close: %v", err)
+	}
+	other.Free()
 	fake.Thaw("plain-frozen")
 	must(t, plane.Close())
 }

@@ -23,13 +23,17 @@ const quarantine = 60 * time.Second
 // ends have: for own producers what m.Ferry offers, for plain ones the NIXL agent of m. It gives the plane's name ("inline" for bytes
 // that came in m itself). On success, all bytes are in place.
 //
-// If ctx is done before the READ is over, Read returns ctx's error and the READ may still write into the buffer: see Buffer.Idle. A READ
-// that fails on one plane is tried on the next, or, with a plain producer, once more.
+// If ctx is done, or the slab closed, before the READ is over, Read returns ctx's error, or ErrClosed, and the
+// READ may still write into the buffer: see Buffer.Idle. A READ that fails on one plane is tried on the next, or, with a plain producer, once more.
 // Errors: ErrNoPlane, ErrMismatch, ErrClosed, and those of package transfer (ErrDenied, ErrPeerLost, ..).
 func (s *Slab) Read(ctx context.Context, m *wire.Metadata, into *Buffer) (plane string, err error) {
 	if err := into.fits(m); err != nil {
 		return "", err
 	}
+	if !s.enter() {
+		return "", ErrClosed
+	}
+	defer s.work.Done()
 	if err := into.begin(); err != nil {
 		return "", err
 	}
@@ -139,12 +143,13 @@ func (s *Slab) readOffered(ctx context.Context, m *wire.Metadata, into *Buffer) 
 		offer := &m.Ferry.Planes[at]
 		p, err := w.peers.get(ctx, offer.Metadata)
 		if err == nil {
+			var over bool
 			reached = true
-			err = s.wait(ctx, post(ctx, p, s.requests(offer.Token, spans, into), into, &w.peers))
+			if over, err = s.wait(ctx, post(ctx, p, s.requests(offer.Token, spans, into), into, &w.peers)); !over {
+				return "", fmt.Errorf("slab: plane %s: %w", name, err)
+			}
 		}
 		switch {
-		case errors.Is(err, errAbandoned):
-			return "", fmt.Errorf("slab: plane %s: %w", name, ctx.Err())
 		case err == nil:
 			into.end()
 			return name, nil
@@ -165,7 +170,7 @@ func (s *Slab) readOffered(ctx context.Context, m *wire.Metadata, into *Buffer) 
 	for _, o := range m.Ferry.Planes {
 		offered = append(offered, o.Name)
 	}
-	return "", fmt.Errorf("%w: it offers %s, here are %s", ErrNoPlane, names(offered), names(s.planeNames()))
+	return "", fmt.Errorf("%w: it offers %s, here are %s", ErrNoPlane, names(offered), names(s.Planes()))
 }
 
 // flight is READs that were posted for one buffer. Its outcome is that of all together.
@@ -198,11 +203,20 @@ func post(ctx context.Context, p *peer, requests []transfer.ReadRequest, into *B
 	return f
 }
 
-// errAbandoned: the READs go on after ctx, and end the buffer's use when they are over.
-var errAbandoned = errors.New("slab: abandoned")
+// enter lets a READ begin, which s.work counts then, unless the slab is closed.
+func (s *Slab) enter() bool {
+	s.gate.RLock()
+	defer s.gate.RUnlock()
+	if isClosed(s.closed) {
+		return false
+	}
+	s.work.Add(1)
+	return true
+}
 
-// wait waits for the READs of f, or gives them up.
-func (s *Slab) wait(ctx context.Context, f flight) error {
+// wait waits for the READs of f and gives their outcome. If ctx ends first, or the slab is closed, they are given up: over is false,
+// and when they are over they end the buffer's READ themselves.
+func (s *Slab) wait(ctx context.Context, f flight) (over bool, err error) {
 	if f.err != nil { // those that were posted are of no use
 		for _, rd := range f.reads {
 			rd.Cancel()
@@ -218,17 +232,20 @@ func (s *Slab) wait(ctx context.Context, f flight) error {
 		case <-rd.Done():
 		case <-ctx.Done():
 			s.abandon(f, i)
-			return errAbandoned
+			return false, ctx.Err()
+		case <-s.closed:
+			s.abandon(f, i)
+			return false, ErrClosed
 		}
 	}
-	err := f.err
+	err = f.err
 	for _, rd := range f.reads {
 		if err == nil {
 			err = rd.Err()
 		}
 	}
 	f.over(lost(err))
-	return err
+	return true, err
 }
 
 // abandon lets READs, from the i-th on, go on that nobody waits for: their destination stays in quarantine until they are over.

@@ -209,10 +209,12 @@ func (s *server) rotate() {
 		}
 		i.end, found = end, true
 		s.formers++
-		s.drive(i)
 	}
 	if !found { // nobody was told it
 		s.work.Go(end)
+	}
+	for _, i := range s.all { // also one that was told meanwhile
+		s.drive(i)
 	}
 }
 

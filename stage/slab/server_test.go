@@ -24,6 +24,7 @@ type agents struct {
 	now     chan struct{} // Gone of the one that serves; nil: none does
 	fail    error         // of Rotate
 	hold    chan struct{} // Rotate waits for it, if not nil
+	after   chan struct{} // Rotate waits for it with the next incarnation up, if not nil
 	rotated int
 	alive   map[chan struct{}]bool
 	ended   map[<-chan struct{}]bool // by Rotate's end
@@ -56,14 +57,18 @@ func (a *agents) Rotate(ctx context.Context) (func(), error) {
 		}
 	}
 	a.mu.Lock()
-	defer a.mu.Unlock()
 	if a.fail != nil {
+		defer a.mu.Unlock()
 		return nil, a.fail
 	}
 	former := a.now
 	a.now = make(chan struct{})
 	a.alive[a.now] = true
 	a.rotated++
+	a.mu.Unlock()
+	if a.after != nil {
+		<-a.after
+	}
 	if former == nil {
 		return func() {}, nil
 	}
@@ -254,6 +259,22 @@ func TestFormerAgentsAreFew(t *testing.T) {
 		}
 		if _, alive := a.count(); alive != 1 || len(s.all) != 0 || s.formers != 0 {
 			t.Errorf("%d agents, %d known, %d formers", alive, len(s.all), s.formers)
+		}
+	})
+}
+
+func TestAClaimOfTheNextAgentThatLapsesDuringTheRotationIsNotForgotten(t *testing.T) {
+	inBubble(t, func(t *testing.T, a *agents, s *server) {
+		a.after = make(chan struct{})
+		first := stopping(t, s, told(t, s))
+		second := stopping(t, s, told(t, s)) // of the next one already
+		pending(t, "of the former one", first)
+		pending(t, "of the next one", second)
+		close(a.after)
+		over(t, "of the former one", first)
+		over(t, "of the next one", second)
+		if rotated, alive := a.count(); rotated != 2 || alive != 1 {
+			t.Errorf("%d rotations, %d agents", rotated, alive)
 		}
 	})
 }

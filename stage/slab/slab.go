@@ -73,6 +73,7 @@ type Slab struct {
 
 	payloads atomic.Uint64 // numbers them
 	work     sync.WaitGroup
+	gate     sync.RWMutex // orders the begin of READs and the closing
 	closed   chan struct{}
 	once     sync.Once
 	err      error // of Close
@@ -122,7 +123,7 @@ func New(ctx context.Context, o Options) (*Slab, error) {
 }
 
 func (s *Slab) register(ctx context.Context, p transfer.Plane) error {
-	if slices.Contains(s.planeNames(), p.Name()) {
+	if slices.Contains(s.Planes(), p.Name()) {
 		return fmt.Errorf("slab: two planes %s: a reader could not tell them apart", p.Name())
 	}
 	f, err := s.region.Reopen(true)
@@ -183,7 +184,9 @@ func (s *Slab) close(ctx context.Context) error {
 	case <-ctx.Done():
 		err = fmt.Errorf("slab: %d bytes are still in use: %w", s.Used(), ctx.Err())
 	}
+	s.gate.Lock()
 	close(s.closed)
+	s.gate.Unlock()
 	ended := make(chan error, 1)
 	go func() {
 		var planes sync.WaitGroup
