@@ -26,8 +26,9 @@ const (
 	// maxAnswering is how many such goroutines there are at most, each with an answer of up to about 9 MiB (65,536 tensors). More gets hold
 	// up the loop, and so their senders.
 	maxAnswering = 32
-	// linger is what an answer is given to get away before the socket is closed.
-	linger = 50 * time.Millisecond
+	// linger is what an answer is given to get away before the socket is closed: 50 ms were too few once, on a machine with three times as
+	// much to do as processors.
+	linger = 250 * time.Millisecond
 )
 
 // ServerOptions of a Server.
@@ -61,11 +62,12 @@ type Server struct {
 	closed    bool
 	work      sync.WaitGroup // those goroutines; added to under mu, unless closed
 
-	counts                       serverCounts
-	malformedLog, offerLog, full logLimit
+	counts                          serverCounts
+	malformedLog, offerLog, fullLog logLimit
 }
 
-// Serve binds and starts to answer. The caller closes it, before store and loop.
+// Serve binds and starts to answer. The caller closes it before the loop, and after the store, whose readers it hears until then. Errors:
+// ErrOptions, and those of control.Loop.Listen.
 func Serve(ctx context.Context, o ServerOptions) (*Server, error) {
 	if o.Loop == nil || o.Store == nil || o.MaxWaiting < 0 || len(o.Node) > wire.MaxNode {
 		return nil, fmt.Errorf("%w: a server needs a loop, a store, MaxWaiting of 0 or more (%d) and a node of at most %d bytes (%q)",
@@ -95,7 +97,7 @@ func (s *Server) Port() int { return s.router.Port() }
 // Local names the way to this server for own readers of this machine, see control.Router; "" if there is none.
 func (s *Server) Local() string { return s.local }
 
-// Close tells gets that wait that we are closing, and stops answering once what was answered is on its way (50 ms).
+// Close tells gets that wait that we are closing, and stops answering once what was answered is on its way (250 ms).
 func (s *Server) Close() error {
 	s.mu.Lock()
 	if s.closed {
@@ -270,7 +272,7 @@ func (s *Server) refuse(to control.Source, c Claim, err error) {
 		s.counts.notFound.Add(1)
 	case errors.Is(err, ErrFull):
 		s.counts.full.Add(1)
-		s.full.warn(s.o.Log, "refused a claim", "peer", to.Addr, "error", err)
+		s.fullLog.warn(s.o.Log, "refused a claim", "peer", to.Addr, "error", err)
 	default:
 		a.Status, a.Reason = wire.Failed, err.Error()
 		s.counts.failed.Add(1)
