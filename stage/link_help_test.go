@@ -17,7 +17,11 @@ import (
 func sharedSlab(t testing.TB, bytes int64) *slab.Slab {
 	t.Helper()
 	name := t.TempDir()
-	dir := filepath.Dir(name)
+	return slabIn(t, filepath.Dir(name), filepath.Base(name), bytes)
+}
+
+func slabIn(t testing.TB, dir, name string, bytes int64) *slab.Slab {
+	t.Helper()
 	m, err := mapped.New(mapped.Options{Dirs: []string{dir}})
 	if err != nil {
 		t.Fatal(err)
@@ -26,7 +30,7 @@ func sharedSlab(t testing.TB, bytes int64) *slab.Slab {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := slab.New(t.Context(), slab.Options{Dir: dir, Name: filepath.Base(name), Bytes: bytes, Planes: []transfer.Plane{m, c}})
+	s, err := slab.New(t.Context(), slab.Options{Dir: dir, Name: name, Bytes: bytes, Planes: []transfer.Plane{m, c}})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,7 +10,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/tensorferry/tensorferry/stage/wire"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -257,21 +256,4 @@ func TestALinkWhoseLoopDiedIsNotHealthy(t *testing.T) {
 	if l.Healthy() {
 		t.Error("healthy")
 	}
-}
-
-func TestAKilledReadersClaimEndsAndThePayloadStays(t *testing.T) {
-	from := newLink(t, 16<<20)
-	v := bytesOf(t, 100_000, 1)
-	p := mustPut(t, from, "k", v, PutOptions{})
-	dead := newOwn(t, from.server)
-	a := dead.ask(wire.Get, claimOf("k", p.Generation, "c"), wire.FerryRequest{Planes: []string{"mapped", "tcp"}})
-	if a.Metadata == nil || len(a.Metadata.Ferry.Planes) == 0 {
-		t.Fatalf("%+v", a)
-	}
-	if err := dead.close(); err != nil {
-		t.Fatal(err)
-	}
-	eventually(t, "its claim ends", func() bool { return from.Stats().Store.Lapsed == 1 })
-	consume(t, newLink(t, 16<<20, onlyGets), Request{Key: "k", Metadata: p.Metadata}, v)
-	receive(t, p.Released())
 }
