@@ -11,6 +11,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/tensorferry/tensorferry/region"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // frozen is all of a cache that a refused call must leave as it was.
@@ -494,9 +495,9 @@ func TestItemSizes(t *testing.T) {
 			t.Errorf("ItemSize(%q): %v", dtype, err)
 		}
 	}
-	for _, d := range dtypes {
-		if len(d.name) > region.MaxDtype {
-			t.Errorf("%s does not fit a slot", d.name)
+	for _, d := range tensor.DTypes() {
+		if len(d.String()) > region.MaxDtype {
+			t.Errorf("%s does not fit a slot", d)
 		}
 	}
 }

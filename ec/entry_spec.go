@@ -10,6 +10,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/tensorferry/tensorferry/region"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // Spec says what an entry holds. Shape is [rows, width]; Bytes = rows x width x size of Dtype.
@@ -26,50 +27,32 @@ func (s Spec) equal(t Spec) bool {
 	return s.Dtype == t.Dtype && s.Bytes == t.Bytes && slices.Equal(s.Shape, t.Shape)
 }
 
-type dtype struct {
-	name string // as torch prints it
-	size int64  // bytes of one element
-}
-
-// bfloat16 is what nearly all entries have.
-var bfloat16 = dtype{"torch.bfloat16", 2}
-
-// dtypes by torch's name, with and without its prefix.
-var dtypes = func() map[string]dtype {
-	m := make(map[string]dtype)
-	for size, names := range map[int64][]string{
-		1:  {"bool", "uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"},
-		2:  {"uint16", "int16", "float16", "bfloat16"},
-		4:  {"uint32", "int32", "float32", "complex32"},
-		8:  {"uint64", "int64", "float64", "complex64"},
-		16: {"complex128"},
-	} {
-		for _, n := range names {
-			d := dtype{"torch." + n, size}
-			m[n], m[d.name] = d, d
-		}
-	}
-	return m
-}()
-
 // ItemSize is the size in bytes of one element of a dtype, named as torch prints it ("torch.bfloat16") or without "torch.".
 // The error wraps ErrSpec.
 func ItemSize(name string) (int, error) {
-	d, ok := dtypes[name]
-	if !ok {
-		return 0, fmt.Errorf("%w: dtype %.64q; give torch's name of one, such as torch.bfloat16", ErrSpec, name)
+	d, err := parseDType(name)
+	return int(d.Size()), err
+}
+
+// parseDType is tensor's, with an error of this package.
+func parseDType(name string) (tensor.DType, error) {
+	d, err := tensor.ParseDType(name)
+	if err != nil {
+		return d, fmt.Errorf("%w: %w", ErrSpec, err)
 	}
-	return int(d.size), nil
+	return d, nil
 }
 
 // checkSpec gives the spec with its dtype's full name.
 func checkSpec(s Spec) (Spec, error) {
-	d := bfloat16
-	if s.Dtype != d.name {
-		var ok bool
-		if d, ok = dtypes[s.Dtype]; !ok {
-			_, err := ItemSize(s.Dtype)
+	d := tensor.BFloat16 // what nearly all entries have
+	if s.Dtype != "torch.bfloat16" {
+		var err error
+		if d, err = parseDType(s.Dtype); err != nil {
 			return s, err
+		}
+		if !strings.HasPrefix(s.Dtype, "torch.") {
+			s.Dtype = d.String()
 		}
 	}
 	if len(s.Shape) != 2 {
@@ -80,14 +63,13 @@ func checkSpec(s Spec) (Spec, error) {
 		return s, fmt.Errorf("%w: shape %v; both must be above 0", ErrSpec, s.Shape)
 	}
 	over, elements := bits.Mul64(uint64(rows), uint64(width))
-	over2, bytes := bits.Mul64(elements, uint64(d.size))
+	over2, bytes := bits.Mul64(elements, uint64(d.Size()))
 	if over != 0 || over2 != 0 || bytes > math.MaxInt64 {
 		return s, fmt.Errorf("%w: shape %v is more than can be counted", ErrSpec, s.Shape)
 	}
 	if want := int64(bytes); s.Bytes != want {
-		return s, fmt.Errorf("%w: %d bytes given, %s%v takes %d", ErrSpec, s.Bytes, d.name, s.Shape, want)
+		return s, fmt.Errorf("%w: %d bytes given, %s%v takes %d", ErrSpec, s.Bytes, d, s.Shape, want)
 	}
-	s.Dtype = d.name
 	return s, nil
 }
 
