@@ -208,7 +208,7 @@ func (s *Server) get(from control.Source, c Claim) {
 	if c.Owner != "" {
 		s.unpark(s.waiting[c.Owner][c.ID]) // asked again: the answer goes to the last
 	}
-	w := newParked(s, from, c)
+	w := newParked(from, c)
 	g, waits, err := s.claim(w)
 	aside := g != nil && !quick(g) && s.answering < maxAnswering && !s.closed
 	if aside {

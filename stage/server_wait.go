@@ -1,6 +1,7 @@
 package stage
 
 import (
+	"errors"
 	"time"
 
 	"github.com/tensorferry/tensorferry/control"
@@ -10,7 +11,6 @@ import (
 // parked is a get of an own reader that waits for its key to be put. It has a timer and a place in the store's list of watchers, no
 // goroutine. It is in Server.waiting as long as it waits; whoever takes it out answers it, or lets it go.
 type parked struct {
-	s     *Server
 	from  control.Source
 	c     Claim
 	until time.Time   // zero if it does not wait
@@ -18,8 +18,8 @@ type parked struct {
 	stop  func()      // ends the watching
 }
 
-func newParked(s *Server, from control.Source, c Claim) *parked {
-	w := &parked{s: s, from: from, c: c}
+func newParked(from control.Source, c Claim) *parked {
+	w := &parked{from: from, c: c}
 	if c.Ask != nil && c.Ask.WaitMS > 0 {
 		w.until = time.Now().Add(time.Duration(c.Ask.WaitMS) * time.Millisecond)
 	}
@@ -29,15 +29,16 @@ func newParked(s *Server, from control.Source, c Claim) *parked {
 // claim claims for w, or parks it. With the lock: so a get is parked, claimed or neither for all others.
 func (s *Server) claim(w *parked) (g *grant, waits bool, err error) {
 	left := time.Until(w.until)
-	wake := func() { go s.woken(w) }
-	if w.until.IsZero() || left <= 0 || s.closed {
-		wake = nil
-	} else if s.waiters >= s.o.MaxWaiting || len(s.waiting[w.c.Owner]) >= max(1, s.o.MaxWaiting/waitingShare) {
-		s.counts.waitRefused.Add(1)
-		wake = nil
+	full := s.waiters >= s.o.MaxWaiting || len(s.waiting[w.c.Owner]) >= max(1, s.o.MaxWaiting/waitingShare)
+	var wake func()
+	if left > 0 && !full && !s.closed {
+		wake = func() { go s.woken(w) }
 	}
 	g, stop, err := s.store.begin(w.c, wake)
 	if stop == nil {
+		if left > 0 && full && errors.Is(err, ErrNotFound) {
+			s.counts.waitRefused.Add(1)
+		}
 		return g, false, err
 	}
 	if s.waiting[w.c.Owner] == nil {
