@@ -29,6 +29,7 @@ const (
 	blockBytes = 64 // no byte of the pool is touched
 	poolBlocks = 1 << 16
 	turnKeys   = 1 << 17 // different keys: twice what the pool can hold
+	pinTurn    = 10_000
 )
 
 func main() {
@@ -57,7 +58,7 @@ func run(rounds int) (err error) {
 	}
 	w := os.Stdout
 	measure.Header(w, "cache operations and hit rates", strings.Join(append([]string{"go run ./bench/cache"}, os.Args[1:]...), " "), rounds)
-	fmt.Fprintf(w, "## Operations\n\nA full pool of %d blocks; keys of 64 hexadecimal digits; one caller. By the processor time of the process, Go's\ncollector and Python's included.\n\n", poolBlocks)
+	fmt.Fprintf(w, "## Operations\n\nA full pool of %d blocks; keys of 64 hexadecimal digits; one caller. By the processor time of the process, Go's\ncollector and Python's included. A turn is %d entries, or %d of 1024 blocks; %d pins.\n\n", poolBlocks, evictTurn(1), evictTurn(1024), pinTurn)
 	if err := operations(w, dir, rounds, theirs); err != nil {
 		return err
 	}
@@ -147,7 +148,7 @@ func operations(w io.Writer, dir string, rounds int, theirs *peers.Script) error
 			for i := max(0, o.at-32); i < o.at; i++ {
 				o.recent = append(o.recent, keys[i%turnKeys])
 			}
-			err = row(w, "pin + unpin", "pin", blocks, 10_000, rounds, theirs, o.pin)
+			err = row(w, "pin + unpin", "pin", blocks, pinTurn, rounds, theirs, o.pin)
 		}
 		if err = errors.Join(err, end()); err != nil {
 			return err
