@@ -280,20 +280,10 @@ func (c *Connector) unlinkEntry(e *entry, why stage.Outcome) error {
 		return err
 	}
 	if !ours { // a reader was faster
-		why = c.whoTook(e)
+		why = stage.Read
 	}
 	c.forget(e, why)
 	return nil
-}
-
-// whoTook says how a segment went that we did not unlink: its lock file goes with a reader, and stays if it was overwritten.
-func (c *Connector) whoTook(e *entry) stage.Outcome {
-	if _, err := c.dir.stat(e.key); err == nil {
-		if lock, err := c.dir.stat(lockName(e.key)); err == nil && lock.inode == e.lock {
-			return stage.Replaced
-		}
-	}
-	return stage.Read
 }
 
 // forget ends an entry whose segment is gone. The caller holds mu.
@@ -321,7 +311,7 @@ func (c *Connector) check(e *entry) {
 	}
 	st, err := c.dir.stat(e.key)
 	if gone(err) || err == nil && st.inode != e.inode {
-		c.forget(e, c.whoTook(e))
+		c.forget(e, stage.Read)
 		return
 	}
 	if err != nil {

@@ -23,9 +23,10 @@
 // # What it cannot do
 //
 // A payload has one reader. Nobody is told of an Abort but gets of the same connector. Claimed and Released come together, when the
-// segment goes. Whoever runs under this user can read, replace and delete payloads; so does Python's resource tracker, when a plain
-// reader that had opened a segment, even if just to look, ends without reading it. Where the processes are in containers, they have to
-// share the directory; leases and locks go by the file and know no namespaces.
+// segment goes, and nothing tells a reader from who overwrites or deletes it: all of them are stage.Read. Whoever runs under this user
+// can read, replace and delete payloads; so does Python's resource tracker, when a plain reader that had opened a segment, even if just
+// to look, ends without reading it, or a plain writer ends. Where the processes are in containers, they have to share the directory;
+// leases and locks go by the file and know no namespaces.
 package shm
 
 import (
@@ -192,9 +193,11 @@ func (c *Connector) Abort(key, reason string) {
 	now := time.Now()
 	c.mu.Lock()
 	e := c.entries[key]
-	for k, f := range c.failures {
-		if len(c.failures) >= maxFailures || !now.Before(f.until) {
-			delete(c.failures, k)
+	if len(c.failures) >= maxFailures {
+		for k, f := range c.failures { // those that are over, and any others until a quarter is free
+			if len(c.failures) > maxFailures/4*3 || !now.Before(f.until) {
+				delete(c.failures, k)
+			}
 		}
 	}
 	c.failures[key] = failure{reason, now.Add(stage.DefaultFailureKept)}
