@@ -43,10 +43,18 @@ const (
 	maxEndings = 1024
 )
 
+// Space is where a Client puts what it gets: a *slab.Slab, or something that makes one when it is needed first. See there.
+type Space interface {
+	Planes() []string
+	Alloc(ctx context.Context, sizes []int64) (*slab.Buffer, error)
+	Read(ctx context.Context, m *wire.Metadata, into *slab.Buffer) (plane string, err error)
+	View(ctx context.Context, m *wire.Metadata) (tensors [][]byte, plane string, release func(), err error)
+}
+
 // ClientOptions of a Client. Zero times are the peers' defaults.
 type ClientOptions struct {
 	Loop *control.Loop // the caller's
-	Slab *slab.Slab    // the caller's
+	Slab Space         // the caller's
 	Node string        // our instance, told to own producers
 
 	Query    time.Duration // between two questions to a plain producer that has not put yet; default 10 ms

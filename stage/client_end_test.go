@@ -224,8 +224,8 @@ func TestAPayloadInPlaceIsClaimedUntilItsReleaseWhichVerifies(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if g.Plane != "mapped" || p.held() != 1 || c.o.Slab.Used() != 0 || len(p.asked(wire.Verify)) != 0 {
-		t.Errorf("plane %q, %d claims, %d bytes in use", g.Plane, p.held(), c.o.Slab.Used())
+	if g.Plane != "mapped" || p.held() != 1 || c.o.Slab.(*slab.Slab).Used() != 0 || len(p.asked(wire.Verify)) != 0 {
+		t.Errorf("plane %q, %d claims, %d bytes in use", g.Plane, p.held(), c.o.Slab.(*slab.Slab).Used())
 	}
 	releaseAs(t, g, full(100))
 	if p.held() != 0 || len(p.asked(wire.Verify)) != 1 {
@@ -253,8 +253,8 @@ func TestWhatCannotBeHadInPlaceIsCopied(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if c.o.Slab.Used() == 0 || p.held() != 0 {
-		t.Errorf("%d bytes in use, %d claims", c.o.Slab.Used(), p.held())
+	if c.o.Slab.(*slab.Slab).Used() == 0 || p.held() != 0 {
+		t.Errorf("%d bytes in use, %d claims", c.o.Slab.(*slab.Slab).Used(), p.held())
 	}
 	releaseAs(t, g, full(100))
 }
@@ -321,8 +321,8 @@ func TestAPlainProducerIsToldDoneWhateverBecameOfTheRead(t *testing.T) {
 		t.Errorf("%v, want ErrNoPlane", err)
 	}
 	p.free()
-	if n := len(p.asked(wire.Done)); n != 3 || c.o.Slab.Used() != 0 {
-		t.Errorf("%d times done, %d bytes in use", n, c.o.Slab.Used())
+	if n := len(p.asked(wire.Done)); n != 3 || c.o.Slab.(*slab.Slab).Used() != 0 {
+		t.Errorf("%d times done, %d bytes in use", n, c.o.Slab.(*slab.Slab).Used())
 	}
 }
 

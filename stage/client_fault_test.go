@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/tensorferry/tensorferry/stage/slab"
 	"github.com/tensorferry/tensorferry/stage/wire"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -263,7 +264,7 @@ func TestAClaimThatWasLostIsReadOnceMore(t *testing.T) {
 			t.Errorf("%d claims", len(all))
 		}
 		p.free()
-		if n := c.o.Slab.Used(); n != 0 {
+		if n := c.o.Slab.(*slab.Slab).Used(); n != 0 {
 			t.Errorf("%d bytes of the slab are in use", n)
 		}
 	}
@@ -282,8 +283,8 @@ func TestBytesWithAWrongChecksumAreGivenToNobody(t *testing.T) {
 		if n := len(p.asked(wire.Fail)); n != maxTries {
 			t.Errorf("%d claims were given back, want %d", n, maxTries)
 		}
-		if st := c.Stats(); st.Corrupt != maxTries || st.Retries != maxTries-1 || c.o.Slab.Used() != 0 {
-			t.Errorf("%+v, %d bytes in use", st, c.o.Slab.Used())
+		if st := c.Stats(); st.Corrupt != maxTries || st.Retries != maxTries-1 || c.o.Slab.(*slab.Slab).Used() != 0 {
+			t.Errorf("%+v, %d bytes in use", st, c.o.Slab.(*slab.Slab).Used())
 		}
 	}
 }
