@@ -5,17 +5,15 @@ import (
 	"fmt"
 	"hash/crc32"
 	"math"
-	"os"
-	"strings"
 
 	"github.com/tensorferry/tensorferry/transfer"
 	"github.com/tensorferry/tensorferry/transfer/internal/fields"
 )
 
 // Metadata of a registration, for own peers: a version byte, the CRC-32C of what follows (the library reads damaged metadata with
-// little care), base and length of the memory, the library's version, the machine's boot id, the agent's metadata.
+// little care), base and length of the memory, the library's version, the agent's metadata.
 const (
-	metadataVersion  = 1
+	metadataVersion  = 2
 	maxVersionText   = 64
 	maxAgentMetadata = transfer.MaxMetadata - 512
 )
@@ -23,9 +21,9 @@ const (
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 type registrationMetadata struct {
-	base, length  uint64
-	version, boot string // of the library, of the machine
-	agent         []byte
+	base, length uint64
+	version      string // of the library
+	agent        []byte
 }
 
 func (m *registrationMetadata) append(b []byte) []byte {
@@ -34,7 +32,6 @@ func (m *registrationMetadata) append(b []byte) []byte {
 	b = binary.LittleEndian.AppendUint64(b, m.base)
 	b = binary.LittleEndian.AppendUint64(b, m.length)
 	b = fields.AppendString(b, m.version[:min(len(m.version), maxVersionText)])
-	b = fields.AppendString(b, m.boot[:min(len(m.boot), maxVersionText)])
 	b = binary.LittleEndian.AppendUint32(b, uint32(len(m.agent)))
 	b = append(b, m.agent...)
 	binary.LittleEndian.PutUint32(b[start-4:], crc32.Checksum(b[start:], castagnoli))
@@ -55,7 +52,7 @@ func parseMetadata(b []byte) (*registrationMetadata, error) {
 	if sum := r.Uint32(); !r.OK() || sum != crc32.Checksum(b[5:], castagnoli) {
 		return bad("%d bytes, damaged", len(b))
 	}
-	m := &registrationMetadata{base: r.Uint64(), length: r.Uint64(), version: r.Str(), boot: r.Str()}
+	m := &registrationMetadata{base: r.Uint64(), length: r.Uint64(), version: r.Str()}
 	m.agent = r.Bytes(int(r.Uint32()))
 	switch {
 	case !r.OK() || r.Len() != 0:
@@ -64,17 +61,4 @@ func parseMetadata(b []byte) (*registrationMetadata, error) {
 		return bad("memory of %d bytes at %#x", m.length, m.base)
 	}
 	return m, nil
-}
-
-// bootID tells machines apart.
-func bootID() string {
-	b, _ := os.ReadFile("/proc/sys/kernel/random/boot_id") // without it two versions on one machine are not noticed
-	return strings.TrimSpace(string(b))
-}
-
-// clash says whether a READ could crash the peer: on one machine, an agent of NIXL 1.3 dies when one of 1.5 reads from it, unless
-// UCX is held to tcp (seen with 1.3.2 and 1.5.1).
-func clash(ours facts, theirs *registrationMetadata, environ func(string) string) bool {
-	old := strings.HasPrefix(theirs.version, "1.3") || strings.HasPrefix(theirs.version, "1.4")
-	return old && strings.HasPrefix(ours.Version, "1.5") && theirs.boot == bootID() && environ("UCX_TLS") != "tcp"
 }

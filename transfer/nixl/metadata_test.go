@@ -6,13 +6,13 @@ import (
 )
 
 func FuzzMetadata(f *testing.F) {
-	m := registrationMetadata{base: 4096, length: 1 << 20, version: "1.3.2", boot: "b", agent: []byte("nixlSerDes|")}
+	m := registrationMetadata{base: 4096, length: 1 << 20, version: "1.3.2", agent: []byte("nixlSerDes|")}
 	f.Add(m.append(nil))
 	f.Add([]byte{})
 	f.Add([]byte{metadataVersion})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		m, err := parseMetadata(b)
-		if err == nil && !bytes.Equal(m.append(nil), b) && len(m.version) <= maxVersionText && len(m.boot) <= maxVersionText {
+		if err == nil && !bytes.Equal(m.append(nil), b) && len(m.version) <= maxVersionText {
 			t.Errorf("%x is parsed as %+v, which is other bytes", b, m)
 		}
 	})
@@ -21,33 +21,12 @@ func FuzzMetadata(f *testing.F) {
 func TestMetadataSurvivesARoundTrip(t *testing.T) {
 	for _, m := range []registrationMetadata{
 		{base: 1, length: 1, agent: []byte{}},
-		{base: 1 << 47, length: 1 << 40, version: "1.5.1", boot: "x", agent: bytes.Repeat([]byte("a"), maxAgentMetadata)},
+		{base: 1 << 47, length: 1 << 40, version: "1.5.1", agent: bytes.Repeat([]byte("a"), maxAgentMetadata)},
 	} {
 		got, err := parseMetadata(m.append(nil))
 		must(t, err)
-		if got.base != m.base || got.length != m.length || got.version != m.version || got.boot != m.boot || !bytes.Equal(got.agent, m.agent) {
+		if got.base != m.base || got.length != m.length || got.version != m.version || !bytes.Equal(got.agent, m.agent) {
 			t.Errorf("%+v came back as %+v", m, got)
-		}
-	}
-}
-
-func TestVersionsThatCrashEachOtherAreKeptApart(t *testing.T) {
-	here := bootID()
-	for _, c := range []struct {
-		ours, theirs, boot, tls string
-		want                    bool
-	}{
-		{"1.5.1", "1.3.2", here, "", true},
-		{"1.5.1", "1.3.2", here, "tcp", false},
-		{"1.5.1", "1.3.2", "another machine", "", false},
-		{"1.5.1", "1.5.1", here, "", false},
-		{"1.3.2", "1.5.1", here, "", false},
-		{"1.3.2", "1.3.2", here, "", false},
-		{"", "1.3.2", here, "", false},
-	} {
-		got := clash(facts{Version: c.ours}, &registrationMetadata{version: c.theirs, boot: c.boot}, func(string) string { return c.tls })
-		if got != c.want {
-			t.Errorf("%+v: %v", c, got)
 		}
 	}
 }

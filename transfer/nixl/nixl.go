@@ -103,7 +103,8 @@ type Plane struct {
 	memories []*memory // registered, and the bounce buffer
 	regs     map[*Registration]struct{}
 	peers    map[*peer]struct{}
-	facts    facts // of the last agent that started
+	facts    facts  // of the last agent that started
+	own      []byte // metadata of the last agent that serves
 }
 
 // New makes a plane. Without Options.Command it opens the library; with it, it only looks whether there is one. Agents start when

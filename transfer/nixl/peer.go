@@ -3,7 +3,6 @@ package nixl
 import (
 	"context"
 	"fmt"
-	"os"
 	"slices"
 	"sync"
 	"time"
@@ -29,15 +28,6 @@ type peer struct {
 
 // AddPeer implements transfer.Plane.
 func (p *Plane) AddPeer(ctx context.Context, metadata []byte) (transfer.Peer, error) {
-	m, err := p.parsePeer(ctx, metadata)
-	if err != nil {
-		return nil, err
-	}
-	return asPeer(p.addPeer(ctx, m.agent, layout{length: int64(m.length), base: m.base}))
-}
-
-// parsePeer reads a registration's metadata, and refuses what a READ of would end the peer.
-func (p *Plane) parsePeer(ctx context.Context, metadata []byte) (*registrationMetadata, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
@@ -45,10 +35,7 @@ func (p *Plane) parsePeer(ctx context.Context, metadata []byte) (*registrationMe
 	if err != nil {
 		return nil, err
 	}
-	if clash(p.lastFacts(), m, os.Getenv) {
-		return nil, fmt.Errorf("%w: nixl: on one machine NIXL %s here would crash the peer's %s; use one version, or UCX_TLS=tcp", transfer.ErrUnreachable, p.lastFacts().Version, m.version)
-	}
-	return m, nil
+	return asPeer(p.addPeer(ctx, m.agent, m.version, layout{length: int64(m.length), base: m.base}))
 }
 
 // AddPlainPeer makes the agent of an unmodified peer readable. Its pool is len(blocks) blocks of blockBytes, block i at address
@@ -64,7 +51,7 @@ func (p *Plane) AddPlainPeer(ctx context.Context, agentMetadata []byte, blocks [
 	if err != nil {
 		return nil, err
 	}
-	return asPeer(p.addPeer(ctx, agentMetadata, l))
+	return asPeer(p.addPeer(ctx, agentMetadata, olderVersions, l))
 }
 
 // asPeer gives no peer as a nil interface.
@@ -75,7 +62,14 @@ func asPeer(c *peer, err error) (transfer.Peer, error) {
 	return c, nil
 }
 
-func (p *Plane) addPeer(ctx context.Context, metadata []byte, l layout) (*peer, error) {
+// addPeer refuses a peer whose agent would be crashed. version is what is known of its library.
+func (p *Plane) addPeer(ctx context.Context, metadata []byte, version string, l layout) (*peer, error) {
+	p.mu.Lock()
+	own, ours := p.own, p.facts.Version
+	p.mu.Unlock()
+	if clash(own, metadata) {
+		return nil, fmt.Errorf("%w: nixl: NIXL %s here would crash the peer's %s, since both are on one machine: use one version there", transfer.ErrUnreachable, ours, version)
+	}
 	c := &peer{plane: p, metadata: slices.Clone(metadata), layout: l, reads: map[*read]struct{}{}, quiet: make(chan struct{})}
 	if _, _, err := c.handle(ctx); err != nil {
 		return nil, err

@@ -24,7 +24,7 @@ func (p *Plane) AddPlainAgent(ctx context.Context, agentMetadata []byte) (*Plain
 	if len(agentMetadata) > maxPlainMetadata {
 		return nil, fmt.Errorf("%w: nixl: %d bytes of agent metadata, at most %d", transfer.ErrBadRequest, len(agentMetadata), maxPlainMetadata)
 	}
-	c, err := p.addPeer(ctx, agentMetadata, layout{})
+	c, err := p.addPeer(ctx, agentMetadata, olderVersions, layout{})
 	if err != nil {
 		return nil, err
 	}
@@ -34,11 +34,14 @@ func (p *Plane) AddPlainAgent(ctx context.Context, agentMetadata []byte) (*Plain
 // AddRegistrationAgent is AddPlainAgent for a registration of a plane of ours, by its metadata, whose memory begins at base there: for
 // destinations that only Read of PlainAgent takes.
 func (p *Plane) AddRegistrationAgent(ctx context.Context, metadata []byte) (a *PlainAgent, base uint64, err error) {
-	m, err := p.parsePeer(ctx, metadata)
+	if err := ctx.Err(); err != nil {
+		return nil, 0, err
+	}
+	m, err := parseMetadata(metadata)
 	if err != nil {
 		return nil, 0, err
 	}
-	c, err := p.addPeer(ctx, m.agent, layout{})
+	c, err := p.addPeer(ctx, m.agent, m.version, layout{})
 	if err != nil {
 		return nil, 0, err
 	}

@@ -122,7 +122,7 @@ func (r *Registration) start(ctx context.Context) (*incarnation, error) {
 // install makes i the one that is handed out.
 func (r *Registration) install(i *incarnation) {
 	md := registrationMetadata{
-		base: i.place.base, length: uint64(len(r.memory.bytes)), version: r.plane.lastFacts().Version, boot: bootID(), agent: i.place.metadata,
+		base: i.place.base, length: uint64(len(r.memory.bytes)), version: r.plane.lastFacts().Version, agent: i.place.metadata,
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
