@@ -41,11 +41,14 @@ func (s *Slab) readPlaces(ctx context.Context, m *wire.Metadata, into *Buffer) (
 		if over, err = s.wait(ctx, s.postPlaces(ctx, plane, m, into)); !over {
 			return "", fmt.Errorf("slab: plane %s: %w", plane.Name(), err)
 		}
-		if !lost(err) || ctx.Err() != nil {
+		if !errors.Is(err, transfer.ErrPeerLost) || ctx.Err() != nil {
 			break
 		}
 	}
 	into.end()
+	if errors.Is(err, transfer.ErrUnreachable) {
+		return "", fmt.Errorf("%w: plane %s: %w", ErrNoPlane, plane.Name(), err)
+	}
 	if err != nil {
 		return "", fmt.Errorf("slab: plane %s: %w", plane.Name(), err)
 	}

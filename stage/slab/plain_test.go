@@ -205,6 +205,32 @@ func TestAPlainProducerThatDiedIsLost(t *testing.T) {
 	p.last = nil
 }
 
+// noWay is a nixl plane that reaches no plain producer.
+type noWay struct {
+	*nixl.Plane
+	tries int
+}
+
+func (p *noWay) AddPlainAgent(context.Context, []byte) (*nixl.PlainAgent, error) {
+	p.tries++
+	return nil, transfer.ErrUnreachable
+}
+
+func TestAPlainProducerThatCannotBeReachedIsNoPlane(t *testing.T) {
+	dir := transfertest.Dir(t)
+	plane := &noWay{Plane: fakeNIXL(t)}
+	leaks(t, dir)
+	s := newSlab(t, dir, "b", 1<<20, plane)
+	p := newPlainProducer(t, fake.Library(), "plain-away", 1<<20)
+	m := p.put(binding.DRAM, 0, 0, 5000, 1)
+	b, err := s.Alloc(patient(t), []int64{5000})
+	must(t, err)
+	defer b.Free()
+	if _, err := s.Read(patient(t), m, b); !errors.Is(err, ErrNoPlane) || !errors.Is(err, transfer.ErrUnreachable) || plane.tries != 1 {
+		t.Errorf("%v after %d tries", err, plane.tries)
+	}
+}
+
 func realLibrary(t testing.TB) *binding.Library {
 	t.Helper()
 	var opts []binding.Option
