@@ -99,7 +99,7 @@ announces it, and moves it to the engines that need it. It speaks the protocol o
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	root.PersistentFlags().StringVar(&a.level, "log-level", "info", "least level that is logged on stderr: debug, info, warn or error")
 	root.PersistentFlags().StringVar(&a.format, "log-format", "text", "text or json")
-	root.AddCommand(a.nodeCmd(), a.engineCmd(), a.demoCmd(), a.ecCmd(), a.doctorCmd(), a.inspectCmd(), a.sweepCmd(), a.nixlAgentCmd(), a.versionCmd())
+	root.AddCommand(a.nodeCmd(), a.engineCmd(), a.demoCmd(), a.ecCmd(), a.doctorCmd(), a.inspectCmd(), a.sweepCmd(), a.putCmd(), a.getCmd(), a.nixlAgentCmd(), a.versionCmd())
 	return root
 }
 

@@ -17,11 +17,11 @@ import (
 	"github.com/tensorferry/tensorferry/stage/wire"
 )
 
+// page is what memory is counted in where payloads are put.
+const page = 4096
+
 // kept is the lease of what is served until a signal: longer than any process lives.
 const kept = 100 * 365 * 24 * time.Hour
-
-// slabSlack is what a slab has beside a payload's tensors: the serialized skeleton, and the rounding of each tensor.
-const slabSlack = 16 << 20
 
 func (a *app) putCmd() *cobra.Command {
 	var f stageFlags
@@ -31,7 +31,7 @@ func (a *app) putCmd() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "put FILE --key KEY --listen HOST:PORT [--connector nixl|shm] [--planes ..] [--lease 1h] [--keep]",
 		Short: "Offer a file's tensors to another stage, until they were read",
-		Long: `Put a stage payload: of a .safetensors file a map of its tensors, of a .npy file its tensor, of a .json file its value. ferry get
+		Long: `Put a stage payload: of a .safetensors file a map of its tensors, of a .npy file its tensor, of a .json or .msgpack file its value. ferry get
 reads it, or an unmodified vLLM-Omni connector: NixlConnector (--connector nixl, on HOST:PORT; port 0 is any free one), or
 SharedMemoryConnector (--connector shm, needs no --listen). One line an event on standard output:
   {"event":"put","key":..,"size":..,"host":..,"port":..,"metadata":"HEX of the msgpack map"}    it can be read now
@@ -98,13 +98,13 @@ func (a *app) putConnector(ctx context.Context, f *stageFlags, p *file.File, bin
 	if err != nil {
 		return nil, err
 	}
-	specs, size, err := packed.Specs()
-	if err != nil {
-		return nil, err
+	sizes := make([]int64, len(packed.Tensors))
+	for i, t := range packed.Tensors {
+		sizes[i] = t.Bytes()
 	}
 	o := f.options(a)
 	o.Bind, o.Advertise = bind, advertise
-	o.Bytes = size + int64(len(specs))*4096 + slabSlack
+	o.Bytes = (connect.Room(sizes) + page - 1) / page * page
 	o.Store.MaxBytes = o.Bytes
 	return connect.Open(ctx, o)
 }

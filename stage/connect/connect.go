@@ -24,10 +24,11 @@ const DefaultBytes = 1 << 30
 
 // Options of a Connector. Zero values are the defaults.
 type Options struct {
-	// Bind and Advertise are as in stage.LinkOptions. The tcp plane listens on Bind's host too, and NIXL's agents on every network
-	// interface if that is not loopback.
+	// Bind and Advertise are as in stage.LinkOptions. The tcp plane listens on Bind's host too.
 	Bind      *stage.Endpoint
 	Advertise string
+	// Network lets NIXL's agents use all network interfaces, on which they listen, and not loopback only. A Bind off loopback does too.
+	Network bool
 
 	// Planes by preference; one that is named and missing is an error. Nil: all that are there.
 	Planes []string

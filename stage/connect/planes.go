@@ -44,7 +44,7 @@ var makers = map[string]func(context.Context, *Options) (transfer.Plane, error){
 func openNIXL(ctx context.Context, o *Options) (transfer.Plane, error) {
 	p, err := nixl.New(nixl.Options{
 		Command: o.AgentCommand, Library: o.Library, Backends: o.Backends, Name: "ferry-stage",
-		Loopback: o.Bind == nil || loopback(o.Bind.Host), Log: o.Log,
+		Loopback: !o.Network && (o.Bind == nil || Loopback(o.Bind.Host)), Log: o.Log,
 	})
 	if err != nil || !slices.Contains(o.Planes, transfer.NIXL) {
 		return p, err
@@ -57,8 +57,8 @@ func openNIXL(ctx context.Context, o *Options) (transfer.Plane, error) {
 	return p, nil
 }
 
-// loopback is decided from the text alone: a name that some resolver maps to 127.0.0.1 today may go elsewhere tomorrow.
-func loopback(host string) bool {
+// Loopback is true for a host that only this machine reaches. It is decided from the text alone: a name that some resolver maps to 127.0.0.1 today may go elsewhere tomorrow.
+func Loopback(host string) bool {
 	if strings.EqualFold(host, "localhost") {
 		return true
 	}
@@ -67,7 +67,7 @@ func loopback(host string) bool {
 }
 
 // Planes brings up the planes of o.Planes, or all that are there if that is nil: NIXL is left out then where its library is not
-// found. Of o only Planes, Bind, Advertise, Dir, AgentCommand, Library, Backends, Client.AllowHost and Log count. The caller closes
+// found. Of o only Planes, Bind, Advertise, Network, Dir, AgentCommand, Library, Backends, Client.AllowHost and Log count. The caller closes
 // the planes. Errors wrap ErrOptions, or what a plane says.
 func Planes(ctx context.Context, o Options) (_ []transfer.Plane, err error) {
 	o.complete()
@@ -91,7 +91,7 @@ func Planes(ctx context.Context, o Options) (_ []transfer.Plane, err error) {
 		case err == nil:
 			planes = append(planes, p)
 		case o.Planes == nil && errors.Is(err, nixl.ErrMissing):
-			o.Log.Info("the nixl plane is left out, so plain peers are not served", "reason", err)
+			o.Log.Info("the nixl plane is left out: there is no other to and from peers that are not ours", "reason", err)
 		default:
 			return nil, fmt.Errorf("the %s plane: %w", name, err)
 		}

@@ -1,5 +1,5 @@
 // Package file keeps stage payloads in files: .safetensors for a map of tensors, .npy for one tensor, .json for a value without
-// tensors.
+// tensors, .msgpack for any value, as the peers' serializer has it.
 package file
 
 import (
@@ -15,12 +15,13 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/tensorferry/tensorferry/stage/wire"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 var (
 	// ErrFormat: the file's name does not say in which of the formats it is.
-	ErrFormat = errors.New("file: want a name that ends in .safetensors, .npy or .json")
+	ErrFormat = errors.New("file: want a name that ends in .safetensors, .npy, .json or .msgpack")
 	// ErrUnfit: the payload cannot be kept in that format. The text says in which it can.
 	ErrUnfit = errors.New("file: the payload does not fit the format")
 	// ErrChanged: the file was cut while it was read.
@@ -35,12 +36,14 @@ const (
 	safetensors = ".safetensors"
 	npy         = ".npy"
 	jsonText    = ".json"
+	// MsgPack is the ending of the format that takes any payload; only tuples come back as lists.
+	MsgPack = ".msgpack"
 )
 
 // Check is nil if path names one of the formats.
 func Check(path string) error {
 	switch filepath.Ext(path) {
-	case safetensors, npy, jsonText:
+	case safetensors, npy, jsonText, MsgPack:
 		return nil
 	}
 	return fmt.Errorf("%w, not %q", ErrFormat, filepath.Base(path))
@@ -106,8 +109,12 @@ func (p *File) mapTensors(f *os.File, size int64, format string) (err error) {
 		return fmt.Errorf("mapping %d bytes: %w", size, err)
 	}
 	return p.Use(func() error {
-		if format == npy {
+		switch format {
+		case npy:
 			return p.parseNPY()
+		case MsgPack:
+			p.Root, err = wire.DecodeObject(p.mapped)
+			return err
 		}
 		named, metadata, err := tensor.ParseSafetensors(p.mapped)
 		if err != nil {
@@ -206,6 +213,9 @@ func writer(path string, root tensor.Node) (func(io.Writer) error, error) {
 		if err != nil {
 			return nil, err
 		}
+		if _, err := tensor.AppendSafetensorsHeader(nil, named, nil); err != nil {
+			return nil, fmt.Errorf("%w .safetensors: %w", ErrUnfit, err)
+		}
 		return func(w io.Writer) error { return tensor.WriteSafetensors(w, named, nil) }, nil
 	case npy:
 		t, err := single(root)
@@ -222,6 +232,12 @@ func writer(path string, root tensor.Node) (func(io.Writer) error, error) {
 			_, err := w.Write(append(b, '\n'))
 			return err
 		}, nil
+	case MsgPack:
+		b, err := wire.AppendObject(nil, root, wire.ObjectOptions{PeerObjects: true})
+		return func(w io.Writer) error {
+			_, err := w.Write(b)
+			return err
+		}, err
 	}
 	return nil, Check(path)
 }
