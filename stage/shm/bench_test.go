@@ -3,10 +3,13 @@ package shm
 import (
 	"bufio"
 	"encoding/json"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -14,8 +17,8 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// BenchmarkPutGet is put and get between two connectors, in turns. Each byte of what was got is looked at in "read"; nothing is in the
-// others, as in the peers' own benchmark, whose figures are in the same unit by BenchmarkPeers.
+// BenchmarkPutGet is put, get and release between two connectors, in turns. As in the peers' own benchmark, whose figures BenchmarkPeers
+// gives, nobody looks at the bytes.
 func BenchmarkPutGet(b *testing.B) {
 	for _, x := range []struct {
 		name string
@@ -50,7 +53,29 @@ func BenchmarkPutGet(b *testing.B) {
 	}
 }
 
-// BenchmarkPeers reports the medians of vLLM-Omni's SharedMemoryConnector, by interop/peers/omni/bench.py, beside ours of the same run.
+// BenchmarkPutGet16 has 16 tiny payloads in flight between two connectors.
+func BenchmarkPutGet16(b *testing.B) {
+	dir := shmDir(b)
+	from, to := open(b, Options{Dir: dir}), open(b, Options{Dir: dir})
+	root := must(tensor.Of(make([]uint8, 16), 16))
+	var keys atomic.Int32
+	b.SetParallelism(16 / runtime.GOMAXPROCS(0))
+	b.RunParallel(func(pb *testing.PB) {
+		key := fmt.Sprintf("bench_0_%d", keys.Add(1))
+		for pb.Next() {
+			if _, err := from.Put(b.Context(), key, root, stage.PutOptions{}); err != nil {
+				b.Error(err)
+				return
+			}
+			if _, err := to.Get(b.Context(), stage.Request{Key: key}); err != nil {
+				b.Error(err)
+				return
+			}
+		}
+	})
+}
+
+// BenchmarkPeers reports the medians of vLLM-Omni's SharedMemoryConnector, by interop/peers/omni/bench.py.
 func BenchmarkPeers(b *testing.B) {
 	python := os.Getenv("PEERS_PYTHON")
 	if python == "" {

@@ -27,7 +27,9 @@ func TestMain(m *testing.M) {
 		children[name](os.Args[1:])
 		os.Exit(0)
 	}
-	os.Exit(m.Run())
+	code := m.Run()
+	endPeer()
+	os.Exit(code)
 }
 
 // patience is for what must happen, on a busy machine.
