@@ -124,6 +124,9 @@ func (r *Registration) install(i *incarnation) {
 	md := registrationMetadata{
 		base: i.place.base, length: uint64(len(r.memory.bytes)), version: r.plane.lastFacts().Version, agent: i.place.metadata,
 	}
+	r.plane.mu.Lock()
+	r.plane.own = i.place.metadata
+	r.plane.mu.Unlock()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	i.metadata = md.append(nil)
