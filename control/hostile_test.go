@@ -15,10 +15,10 @@ import (
 // zmtp is a peer that speaks ZMTP 3.1 by hand (rfc.zeromq.org/spec/37), to send what libzmq never would.
 type zmtp struct {
 	net.Conn
-	t *testing.T
+	t testing.TB
 }
 
-func dialZMTP(t *testing.T, addr string) zmtp {
+func dialZMTP(t testing.TB, addr string) zmtp {
 	t.Helper()
 	c, err := net.Dial("tcp", addr)
 	if err != nil {

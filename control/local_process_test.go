@@ -6,6 +6,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 )
 
 // playLocalPeer plays peers of the local path.
@@ -16,12 +17,18 @@ func playLocalPeer(role, arg string) error {
 			return err
 		}
 	}
-	l, err := NewLoop(lively())
+	o := lively()
+	if role == "describer" {
+		o = Options{TotalBytes: 1 << 30, HeartbeatInterval: time.Hour} // its peers answer no PING
+	}
+	l, err := NewLoop(o)
 	if err != nil {
 		return err
 	}
 	ctx := context.Background()
 	switch role {
+	case "describer":
+		return serveDescriber(l, arg)
 	case "local-echo": // a router that gives back what it gets
 		r, err := l.Listen(ctx, "127.0.0.1", 0, &echo{})
 		if err != nil {
