@@ -98,12 +98,17 @@ func python(t testing.TB) string {
 			return path
 		}
 	}
-	text := fmt.Sprintf("PEERS_PYTHON is %q: no python with the real peers; set it to the last line that interop/peers/setup.sh prints", path)
-	if os.Getenv("FERRY_INTEROP_REQUIRED") != "" {
-		t.Fatal(text)
-	}
-	t.Skip(text)
+	skip(t, fmt.Sprintf("PEERS_PYTHON is %q: no python with the real peers; set it to the last line that interop/peers/setup.sh prints", path))
 	return ""
+}
+
+// skip skips the test, or fails it where FERRY_INTEROP_REQUIRED is set.
+func skip(t testing.TB, why string) {
+	t.Helper()
+	if os.Getenv("FERRY_INTEROP_REQUIRED") != "" {
+		t.Fatal(why)
+	}
+	t.Skip(why)
 }
 
 // process is a program under test with its stderr kept for the report of a failure.
@@ -169,6 +174,16 @@ func (p *process) kill() {
 	default:
 		_ = p.cmd.Process.Kill()
 		<-p.ended
+	}
+}
+
+// over says whether it has ended.
+func (p *process) over() bool {
+	select {
+	case <-p.ended:
+		return true
+	default:
+		return false
 	}
 }
 
@@ -278,14 +293,15 @@ func (n *nodeProcess) put(sizes map[string]int) {
 }
 
 // announce takes a hold on each key, so that eviction leaves it for a while.
-func (n *nodeProcess) announce(keys ...string) {
+func (n *nodeProcess) announce(keys ...string) ec.Params {
 	n.t.Helper()
 	var items []client.AnnounceItem
 	for _, k := range keys {
 		items = append(items, client.AnnounceItem{Key: k})
 	}
-	_, err := n.client.Announce(n.t.Context(), items)
+	p, err := n.client.Announce(n.t.Context(), items)
 	must(n.t, err)
+	return p
 }
 
 // fetch pulls and gives the outcome of each key.
