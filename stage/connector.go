@@ -2,6 +2,7 @@ package stage
 
 import (
 	"context"
+	"fmt"
 	"sync"
 	"time"
 
@@ -69,6 +70,16 @@ const (
 	Aborted                      // by Abort
 	Closed                       // the connector was closed
 )
+
+var outcomeNames = [...]string{Read: "read", Expired: "expired", Replaced: "replaced", CleanedUp: "cleaned up", Aborted: "aborted", Closed: "closed"}
+
+// String is a word for a log.
+func (o Outcome) String() string {
+	if int(o) < len(outcomeNames) && o != 0 {
+		return outcomeNames[o]
+	}
+	return fmt.Sprintf("outcome %d", o)
+}
 
 // Endpoint is where a producer answers claims.
 type Endpoint struct {

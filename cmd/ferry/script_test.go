@@ -31,8 +31,11 @@ const tooLong = 60 * time.Second
 
 // Commands of the scripts beside testscript's own:
 //
-//	start NAME ferry ARG...   starts a process and waits for its ready line; sets NAME_socket, NAME_port, NAME_admin, NAME_region,
-//	                          NAME_url. The process is ended with the script, and must end cleanly then.
+//	start NAME ferry ARG...   starts a process and waits for its first line, which says that it is ready; sets NAME_socket, NAME_port,
+//	                          NAME_admin, NAME_region, NAME_url, NAME_metadata. The process is ended with the script, and must end
+//	                          cleanly then.
+//	done NAME                 waits for its end, and expects exit status 0 (! done: another); what it wrote to stdout after the first
+//	                          line is the command's stdout
 //	quit NAME [SIGNAL]        ends it now, with SIGTERM if no signal is named, and expects exit status 0 (! quit: another)
 //	status N ferry ARG...     runs ferry and expects exit status N; stdout and stderr work as after exec
 //	get URL / post URL FILE   an HTTP request; the answer is the command's stdout
@@ -63,7 +66,7 @@ func TestScripts(t *testing.T) {
 			return nil
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
-			"start": cmdStart, "quit": cmdQuit, "status": cmdStatus, "get": cmdGet, "post": cmdPost, "until": cmdUntil, "left": cmdLeft,
+			"start": cmdStart, "done": cmdDone, "quit": cmdQuit, "status": cmdStatus, "get": cmdGet, "post": cmdPost, "until": cmdUntil, "left": cmdLeft,
 		},
 	})
 }
@@ -73,16 +76,21 @@ type processes struct{}
 type background struct {
 	cmd    *exec.Cmd
 	stderr *bytes.Buffer
+	stdout bytes.Buffer  // after the first line; complete once ended is closed
+	ended  chan struct{} // stdout was
 	once   sync.Once
 	err    error
 }
 
-// end sends sig and waits.
+// end sends sig, unless that is nil, and waits.
 func (b *background) end(sig os.Signal) error {
 	b.once.Do(func() {
-		b.cmd.Process.Signal(sig)
+		if sig != nil {
+			b.cmd.Process.Signal(sig)
+		}
 		kill := time.AfterFunc(tooLong, func() { b.cmd.Process.Kill() })
 		defer kill.Stop()
+		<-b.ended // Wait closes the pipe
 		b.err = b.cmd.Wait()
 	})
 	return b.err
@@ -94,7 +102,7 @@ func cmdStart(ts *testscript.TestScript, neg bool, args []string) {
 	}
 	name := args[0]
 	path := pathOf(ts, args[1])
-	b := &background{cmd: exec.Command(path, args[2:]...), stderr: new(bytes.Buffer)}
+	b := &background{cmd: exec.Command(path, args[2:]...), stderr: new(bytes.Buffer), ended: make(chan struct{})}
 	b.cmd.Dir = ts.Getenv("WORK")
 	b.cmd.Env = environ(ts)
 	b.cmd.Stderr = b.stderr
@@ -112,9 +120,11 @@ func cmdStart(ts *testscript.TestScript, neg bool, args []string) {
 	})
 	line := make(chan string, 1)
 	go func() {
-		s, _ := bufio.NewReader(stdout).ReadString('\n')
+		defer close(b.ended)
+		r := bufio.NewReader(stdout)
+		s, _ := r.ReadString('\n')
 		line <- s
-		io.Copy(io.Discard, stdout)
+		io.Copy(&b.stdout, r)
 	}()
 	var ready struct {
 		Event    string `json:"event"`
@@ -123,10 +133,12 @@ func cmdStart(ts *testscript.TestScript, neg bool, args []string) {
 		Admin    string `json:"admin"`
 		Region   string `json:"region"`
 		URL      string `json:"url"`
+		Port     int    `json:"port"` // of a put
+		Metadata string `json:"metadata"`
 	}
 	select {
 	case s := <-line:
-		if err := json.Unmarshal([]byte(s), &ready); err != nil || ready.Event != "ready" {
+		if err := json.Unmarshal([]byte(s), &ready); err != nil || ready.Event != "ready" && ready.Event != "put" {
 			b.end(syscall.SIGTERM)
 			ts.Fatalf("%s: first line %q is no ready line\n%s", name, s, b.stderr)
 		}
@@ -135,7 +147,8 @@ func cmdStart(ts *testscript.TestScript, neg bool, args []string) {
 		ts.Fatalf("%s: no ready line\n%s", name, b.stderr)
 	}
 	ts.Setenv(name+"_socket", ready.Socket)
-	ts.Setenv(name+"_port", strconv.Itoa(ready.PeerPort))
+	ts.Setenv(name+"_port", strconv.Itoa(max(ready.PeerPort, ready.Port)))
+	ts.Setenv(name+"_metadata", ready.Metadata)
 	ts.Setenv(name+"_admin", ready.Admin)
 	ts.Setenv(name+"_region", ready.Region)
 	ts.Setenv(name+"_url", ready.URL)
@@ -157,6 +170,24 @@ func cmdQuit(ts *testscript.TestScript, neg bool, args []string) {
 	if (err != nil) != neg {
 		ts.Fatalf("%s: %v", args[0], err)
 	}
+}
+
+func cmdDone(ts *testscript.TestScript, neg bool, args []string) {
+	if len(args) != 1 {
+		ts.Fatalf("usage: done NAME")
+	}
+	p, ok := ts.Value(processes{}).(*sync.Map).LoadAndDelete(args[0])
+	if !ok {
+		ts.Fatalf("no process %s", args[0])
+	}
+	b := p.(*background)
+	if err := b.end(nil); (err != nil) != neg {
+		ts.Fatalf("%s: %v", args[0], err)
+	}
+	_, err := ts.Stdout().Write(b.stdout.Bytes())
+	ts.Check(err)
+	_, err = ts.Stderr().Write(b.stderr.Bytes())
+	ts.Check(err)
 }
 
 func cmdStatus(ts *testscript.TestScript, neg bool, args []string) {

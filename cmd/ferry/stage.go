@@ -12,6 +12,8 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"github.com/tensorferry/tensorferry/node"
+	"github.com/tensorferry/tensorferry/region"
 	"github.com/tensorferry/tensorferry/stage"
 	"github.com/tensorferry/tensorferry/stage/connect"
 	"github.com/tensorferry/tensorferry/stage/wire"
@@ -29,12 +31,14 @@ type stageFlags struct {
 	connector string
 	planes    []string
 	library   string
+	shmDir    string
 }
 
 func (f *stageFlags) add(cmd *cobra.Command) {
 	cmd.Flags().StringVar(&f.key, "key", "", "key of the payload")
 	cmd.Flags().StringVar(&f.connector, "connector", connectorNIXL, "nixl or shm: whose wire is spoken, vLLM-Omni's NixlConnector's or its SharedMemoryConnector's")
 	cmd.Flags().StringSliceVar(&f.planes, "planes", nil, "data planes by preference, with commas (mapped, nixl, tcp); all that are there if empty")
+	cmd.Flags().StringVar(&f.shmDir, "shm-dir", os.Getenv(node.EnvName("shm_dir")), "directory of the shared memory, "+region.DefaultDir+" if empty ("+node.EnvName("shm_dir")+")")
 	cmd.Flags().StringVar(&f.library, "nixl-library", "", "path of libnixl_capi.so; searched for if empty")
 }
 
@@ -77,7 +81,7 @@ func parseEndpoint(flag, text string, least int) (*stage.Endpoint, error) {
 
 func (f *stageFlags) options(a *app) connect.Options {
 	return connect.Options{
-		Planes: slices.Clip(f.planes), AgentCommand: nixlAgentCommand(), Library: f.library, Sum: true, Log: a.log,
+		Planes: slices.Clip(f.planes), Dir: f.shmDir, AgentCommand: nixlAgentCommand(), Library: f.library, Sum: true, Log: a.log,
 	}
 }
 

@@ -168,7 +168,7 @@ type getter interface {
 
 func (a *app) getConnector(ctx context.Context, f *stageFlags, r stage.Request) (getter, error) {
 	if f.connector == connectorSHM {
-		return shm.Open(shm.Options{Log: a.log})
+		return shm.Open(shm.Options{Dir: f.shmDir, Log: a.log})
 	}
 	o := f.options(a)
 	if h, err := wire.DecodeHandoff(r.Metadata); err == nil && h.Host != "" {

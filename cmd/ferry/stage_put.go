@@ -92,7 +92,7 @@ HOST may be an address of the network: who reaches the port can read the payload
 // putConnector opens the connector, with just the memory that the payload takes.
 func (a *app) putConnector(ctx context.Context, f *stageFlags, p *file.File, bind *stage.Endpoint, advertise string) (stage.Connector, error) {
 	if f.connector == connectorSHM {
-		return shm.Open(shm.Options{Log: a.log})
+		return shm.Open(shm.Options{Dir: f.shmDir, Log: a.log})
 	}
 	packed, err := wire.Pack(p.Root, wire.PackOptions{})
 	if err != nil {
