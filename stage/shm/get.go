@@ -116,7 +116,7 @@ func (c *Connector) decode(ctx context.Context, key string, s *lockedSegment, da
 	if err != nil {
 		return stage.Got{}, err
 	}
-	s.lock.remove()
+	c.dir.free(key, s.lock)
 	if !ours {
 		return stage.Got{}, notYet("another took it, or deleted it, meanwhile")
 	}

@@ -118,7 +118,7 @@ func (d *folder) giveLock(key string) (inode, error) {
 	return st.inode, nil
 }
 
-// free ends what fn did under a key's lock: the lock file goes if no segment is there any more.
+// free ends a lock that was taken: its file goes if the key has no segment.
 func (d *folder) free(key string, l *keyLock) {
 	if _, err := d.stat(key); errors.Is(err, fs.ErrNotExist) {
 		l.remove()

@@ -54,7 +54,7 @@ func (c *Connector) Put(ctx context.Context, key string, root tensor.Node, o sta
 	if err != nil {
 		return nil, err
 	}
-	lease := cmp.Or(o.Lease, c.o.Lease)
+	lease := min(cmp.Or(o.Lease, c.o.Lease), maxLease)
 	e := &entry{key: key, bytes: footprint(size), end: time.Now().Add(lease)}
 	if err := c.reserve(ctx, key, e.bytes); err != nil {
 		return nil, err
@@ -181,6 +181,9 @@ func (c *Connector) lock(ctx context.Context, key string) (*keyLock, error) {
 		}
 	}
 	if l != nil {
+		if l.take() == nil { // after all, but too late
+			c.dir.free(key, l)
+		}
 		l.close()
 	}
 	return nil, err

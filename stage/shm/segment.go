@@ -79,6 +79,9 @@ func (d *folder) checkSpace(size int64) error {
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &lim); err == nil && lim.Cur < uint64(size) {
 		return fmt.Errorf("%w: a payload of %d bytes, the limit on file sizes is %d: raise it (ulimit -f)", stage.ErrFull, size, lim.Cur)
 	}
+	if size < mapMin {
+		return nil // the write tells it
+	}
 	if free, _ := d.space(); free < size {
 		return d.noSpace(size, free)
 	}

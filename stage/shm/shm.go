@@ -58,6 +58,8 @@ const (
 	DefaultMaxPayload = 64 << 30
 	// putPatience bounds a put whose context has no deadline.
 	putPatience = 30 * time.Second
+	// maxLease is for ever: more would overflow the clock.
+	maxLease = 100 * 365 * 24 * time.Hour
 	// closeGrace is for readers that are in the middle of a read when Close may wait no longer.
 	closeGrace = 2 * time.Second
 	// maxFailures that are remembered.

@@ -166,6 +166,9 @@ func (w *watcher) setNext(t time.Time) {
 func (w *watcher) look() {
 	now := time.Now()
 	next := now.Add(tick)
+	w.mu.Lock()
+	w.next = time.Time{} // what is armed from here on is kept
+	w.mu.Unlock()
 	entries := w.c.snapshot()
 	for _, e := range entries {
 		if now.Before(e.end) {
@@ -184,8 +187,8 @@ func (w *watcher) look() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.lingering = append(w.lingering, lingering...)
-	if len(entries) == 0 && len(w.lingering) == 0 {
-		next = time.Time{}
+	if len(entries) == 0 && len(w.lingering) == 0 || !w.next.IsZero() && w.next.Before(next) {
+		next = w.next
 	}
 	w.setNext(next)
 }
