@@ -159,9 +159,9 @@ func (x *ending) step(ctx context.Context, e *endpoint, timer *time.Timer) (over
 		if err != nil && a.generation.IsZero() {
 			return false, err
 		}
-		if a.generation.IsZero() || a.call.claim != x.claim {
+		if a.generation.IsZero() {
 			e.release(a.call.s)
-			return err == nil && a.reply.Status != wire.Found, errNotEnded // not granted, now or ever
+			return notGranted(a.reply.Status), errNotEnded
 		}
 		gr := a.granted()
 		if gr.s != nil {
@@ -178,6 +178,11 @@ func (x *ending) step(ctx context.Context, e *endpoint, timer *time.Timer) (over
 	}
 	e.release(a.call.s)
 	return a.reply.Status == wire.Acked, errNotEnded
+}
+
+// notGranted is true for what says that nothing is claimed.
+func notGranted(s wire.Status) bool {
+	return s == wire.NotFound || s == wire.Failed || s == wire.Closing || s == wire.GeometryMismatch
 }
 
 // question asks once. Without an error, or with a generation, the session is the caller's to release.

@@ -363,9 +363,7 @@ func (e *endpoint) leaveOpen(c *call) int {
 func (e *endpoint) overdue(c *call) int {
 	e.mu.Lock()
 	if c.s.calls[c.try] == c && c.s.shared {
-		if e.own == c.s {
-			e.own, e.speaks = nil, speaksUnknown
-		}
+		e.retire(c.s)
 		e.mu.Unlock()
 		return orphanedCall
 	}
@@ -379,9 +377,7 @@ func (e *endpoint) spend(s *session) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if s.shared {
-		if e.own == s {
-			e.own, e.speaks = nil, speaksUnknown
-		}
+		e.retire(s)
 		s.refs--
 		e.settle(s)
 	} else {
@@ -389,6 +385,13 @@ func (e *endpoint) spend(s *session) {
 		e.drop(s)
 	}
 	e.pump()
+}
+
+// retire makes the next get use another connection than s. With the lock.
+func (e *endpoint) retire(s *session) {
+	if e.own == s {
+		e.own, e.speaks = nil, speaksUnknown
+	}
 }
 
 // settle closes a shared connection that is neither wanted nor used. With the lock.
@@ -406,9 +409,7 @@ func (e *endpoint) drop(s *session) {
 	s.closed = true
 	delete(e.sessions, s)
 	e.c.stats.connections.Add(-1)
-	if e.own == s {
-		e.own, e.speaks = nil, speaksUnknown
-	}
+	e.retire(s)
 	if e.probe == s {
 		e.probe = nil
 	}
@@ -475,7 +476,6 @@ func (c *Client) sweepIdle() {
 		}
 		for s := range e.sessions {
 			s.giveUp(now.Add(-answersToEnd * c.o.Answer))
-			e.settle(s)
 		}
 		if e.users == 0 && len(e.sessions) == 0 {
 			e.closed = true

@@ -119,7 +119,7 @@ func TestAMissingAcknowledgementHoldsUpNoResult(t *testing.T) {
 	p := newProducer(t, true)
 	p.put("k", empty(1))
 	p.onAsk(func(q asked) bool { return q.Op == wire.Done && len(p.asked(wire.Done)) < 3 })
-	c := newClient(t, ClientOptions{Answer: 20 * time.Millisecond})
+	c := newClient(t, ClientOptions{Answer: 100 * time.Millisecond})
 	g, err := c.Get(within(t, patience), Request{Key: "k", From: p.endpoint()})
 	if err != nil {
 		t.Fatal(err)

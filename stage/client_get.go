@@ -192,7 +192,7 @@ func (g *get) question(ctx context.Context) (*call, error) {
 		if !l.shared {
 			patience = max(min(patience, left/2), leastWait)
 		} else if g.r.Wait {
-			held = min(left, longestHeld).Truncate(time.Millisecond)
+			held = max(min(left, longestHeld), 0).Truncate(time.Millisecond)
 			f.WaitMS = held.Milliseconds()
 		}
 		if len(g.open) == maxOpen {

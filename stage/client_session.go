@@ -164,14 +164,18 @@ func (s *session) abandon() {
 	}
 }
 
-// giveUp forgets calls that nobody waits for and that were sent before a time. With the lock.
+// giveUp forgets calls that nobody waits for and that were sent before a time. The producer may hold a claim that only the end of the
+// connection ends: it is not used for anything new. With the lock.
 func (s *session) giveUp(before time.Time) {
 	for _, c := range s.calls {
-		if c.box == nil && c.sent.Before(before) {
-			s.e.c.stats.givenUp.Add(1)
-			s.forget(c)
+		if c.box != nil || !c.sent.Before(before) {
+			continue
 		}
+		s.e.c.stats.givenUp.Add(1)
+		s.forget(c)
+		s.e.retire(s)
 	}
+	s.e.settle(s)
 }
 
 // Message implements control.DealerHandler.
