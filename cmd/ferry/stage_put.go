@@ -72,10 +72,13 @@ HOST may be an address of the network: who reaches the port can read the payload
 				return err
 			}
 			o := stage.PutOptions{Lease: lease}
-			if keep {
+			if keep && f.connector != connectorSHM {
 				o.Readers = math.MaxInt
 			}
 			err = a.put(ctx, c, f.key, p, o, keep)
+			if e := c.Cleanup(f.key); e != nil && !errors.Is(e, stage.ErrClaimed) { // a reader that has it still gets it
+				err = errors.Join(err, e)
+			}
 			end, cancelEnd := context.WithTimeout(context.WithoutCancel(ctx), endTimeout)
 			defer cancelEnd()
 			return errors.Join(err, c.Close(end))
@@ -127,11 +130,13 @@ func (a *app) put(ctx context.Context, c stage.Connector, key string, p *file.Fi
 	show := a.progress("putting " + key)
 	defer show.end()
 	var pub *stage.Published
-	err := p.Use(func() (err error) {
-		pub, err = c.Put(ctx, key, p.Root, o)
-		return err
-	})
-	if err != nil {
+	publish := func() error {
+		return p.Use(func() (err error) {
+			pub, err = c.Put(ctx, key, p.Root, o)
+			return err
+		})
+	}
+	if err := publish(); err != nil {
 		return err
 	}
 	line := putLine{Event: "put", Key: key, Size: pub.Size, Metadata: hex.EncodeToString(pub.Metadata)}
@@ -164,7 +169,13 @@ func (a *app) put(ctx context.Context, c stage.Connector, key string, p *file.Fi
 			if pub.Outcome() != stage.Read {
 				return fmt.Errorf("key %q was not read: %v", key, pub.Outcome())
 			}
-			return printJSON(a.stdout, eventLine{"released"})
+			if err := printJSON(a.stdout, eventLine{"released"}); err != nil || !keep {
+				return err
+			}
+			if err := publish(); err != nil { // in shared memory, where a payload has one reader
+				return err
+			}
+			claimed = pub.Claimed()
 		case <-ctx.Done():
 			if keep {
 				return nil

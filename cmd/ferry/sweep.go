@@ -7,6 +7,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/node"
 	"github.com/tensorferry/tensorferry/region"
+	"github.com/tensorferry/tensorferry/stage/shm"
 )
 
 func (a *app) sweepCmd() *cobra.Command {
@@ -14,10 +15,10 @@ func (a *app) sweepCmd() *cobra.Command {
 	var sockets []string
 	cmd := &cobra.Command{
 		Use:   "sweep [--dir DIR] [--socket PATH]...",
-		Short: "Reap what killed processes left: regions that nobody owns, and their sockets",
-		Long: `Remove the regions of dead owners that wait for no restart any more, what killed creators left beside them, and the sockets of dead
-nodes. What lives stays, and so does what is another user's, a symbolic link, or no region by its content. Nodes do the same when
-they start. One line a file:
+		Short: "Reap what killed processes left: regions and payloads that nobody owns, and sockets",
+		Long: `Remove the regions of dead owners that wait for no restart any more, what killed creators left beside them, payloads that dead
+ferry put processes left in shared memory and whose lease is over, and the sockets of dead nodes. What lives stays, and so does
+what is another user's, a symbolic link, or no region by its content. Nodes do the same when they start. One line a file:
 {"file":..,"bytes":..,"reaped":true|false,"reason":..}
 
 Engines that still have a region mapped keep its memory until they end. NIXL agents that outlived the node end with the region.`,
@@ -25,6 +26,11 @@ Engines that still have a region mapped keep its memory until they end. NIXL age
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			swept, err := region.Sweep(o)
 			for _, s := range swept {
+				err = errors.Join(err, printJSON(a.stdout, sweptLine{s.Path, s.Bytes, s.Reaped, s.Reason}))
+			}
+			payloads, shmErr := shm.Sweep(o.Dir, o.DryRun)
+			err = errors.Join(err, shmErr)
+			for _, s := range payloads {
 				err = errors.Join(err, printJSON(a.stdout, sweptLine{s.Path, s.Bytes, s.Reaped, s.Reason}))
 			}
 			if !cmd.Flags().Changed("socket") {
