@@ -15,7 +15,7 @@ const (
 	maxTries    = 2                      // of a whole get, where the first was spoilt
 	maxOpen     = 4                      // questions without an answer; beyond, the answer of the oldest is not waited for
 	maxBad      = 3                      // answers that make no sense
-	leastWait   = 10 * time.Millisecond  // for an answer
+	leastWait   = 50 * time.Millisecond  // for an answer: it takes that long on a busy machine
 	longestHeld = 10 * time.Second       // that a producer of ours is asked to hold an answer back
 	longPause   = 500 * time.Millisecond // between questions to one that does not
 )
@@ -375,7 +375,7 @@ func (g *get) nonsense(a answer, what string) error {
 
 // failed makes the error of a get that ended without an answer that settles it.
 func (g *get) failed(err error) error {
-	if g.lastErr != nil && errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, ErrUnreachable) {
+	if g.lastErr != nil && errors.Is(err, context.DeadlineExceeded) {
 		err = fmt.Errorf("%w: %w", err, g.lastErr)
 	}
 	return fmt.Errorf("stage: get %.64q from %s: %w", g.r.Key, g.e.addr, err)
