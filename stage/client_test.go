@@ -188,15 +188,6 @@ func TestAnAnswerForAnotherClaimIsNotBelieved(t *testing.T) {
 				t.Errorf("%d bad answers were counted", st.Bad)
 			}
 			p.free()
-
-			p.onAsk(func(q asked) bool {
-				if q.Op == wire.Get && len(p.asked(wire.Done))+len(p.asked(wire.Fail)) == 0 {
-					m := *q.offer(p.payloads["k"])
-					m.Generation = wire.NewID()
-					q.answer(wire.Reply{Status: wire.Found, Metadata: &m})
-				}
-				return true
-			})
 		})
 	}
 }
@@ -256,11 +247,8 @@ func TestEndpointsThatMakeNoSenseAreNamed(t *testing.T) {
 	}})
 	for _, at := range []Endpoint{
 		{}, {"", 5}, {"host", 0}, {"host", -1}, {"host", 65536}, {"no host", 5}, {"a/b", 5}, {"*", 5}, {"0.0.0.0", 5}, {"::", 5}, {"224.0.0.1", 5},
-		{"..", 5}, {"h\x00st", 5}, {"[::1", 5}, {"tcp://host", 5}, {"a:b", 5},
+		{"..", 5}, {"h\x00st", 5}, {"tcp://host", 5}, {"a:b", 5},
 	} {
-		if at.Host == "[::1" {
-			continue // an address all the same
-		}
 		_, err := c.Get(within(t, patience), Request{Key: "k", From: at})
 		if !errors.Is(err, ErrEndpoint) {
 			t.Errorf("%q port %d: %v, want ErrEndpoint", at.Host, at.Port, err)
