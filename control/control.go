@@ -1,11 +1,14 @@
 // Package control carries small messages between nodes and engines over ZeroMQ (libzmq): ROUTER on the producer's side, DEALER
 // on the consumer's, with heartbeats and the socket monitor for the death of a peer.
 //
-// A Loop owns a set of sockets on one goroutine with its own thread; no other goroutine touches them. It sleeps in epoll and wakes
-// only for work: there is no polling. Handlers are called on it and must not block; they may call Send, Close, Dial and Listen.
+// Two ends of this package on one machine can do without ZeroMQ: Router.ListenLocal and Loop.DialLocal connect them by a unix socket,
+// with the same handlers, limits and heartbeats. A round trip then wakes two threads and not eight.
+//
+// A Loop owns a set of sockets on one goroutine; no other goroutine receives from them. It sleeps in epoll and wakes only for work:
+// there is no polling. Handlers are called on it and must not block; they may call Send, Close, Dial, DialLocal, Listen and ListenLocal.
 // Sending is safe from any goroutine and never blocks: queues are bounded, in messages and in bytes, each and all together.
 //
-// On the wire a message is ["", payload] at the DEALER and [id, "", payload] at the ROUTER. Anything else is dropped and counted.
+// On ZeroMQ's wire a message is ["", payload] at the DEALER and [id, "", payload] at the ROUTER. Anything else is dropped and counted.
 package control
 
 import (

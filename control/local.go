@@ -89,10 +89,14 @@ func randomHex() string {
 // abstract is the address of a socket that has a name and no file.
 func abstract(name string) *unix.SockaddrUnix { return &unix.SockaddrUnix{Name: "@" + name} }
 
-// release implements member.
+// release implements member. Idempotent: it ends with its router, or with the loop, which takes its members in any order.
 func (a *acceptor) release() {
+	if a.fd < 0 {
+		return
+	}
 	a.r.l.unwatch(a.fd)
 	unix.Close(a.fd)
+	a.fd = -1
 	a.r.l.alarms.stop(&a.alarm)
 	delete(a.r.l.members, a)
 }

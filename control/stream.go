@@ -22,8 +22,12 @@ const (
 	firstSign = 0xffff_ff00
 )
 
-// readSize is how much a stream reads at once. The loop has one buffer for all streams.
-const readSize = 256 << 10
+const (
+	// readSize is how much a stream reads at once. The loop has one buffer for all streams.
+	readSize = 256 << 10
+	// readBudget is how often a stream reads in one turn.
+	readBudget = 4
+)
 
 // keptInput is how much memory a stream without input may keep for the next message that comes in parts.
 const keptInput = 64 << 10
@@ -53,12 +57,12 @@ type stream struct {
 	queued int64      // bytes of bodies in out, counted in Loop.total
 
 	// Owner only.
-	in       []byte    // come and not handled: part of a message, or more if the last turn ended before that
-	behind   bool      // in may hold a whole message
-	greeted  bool      // signReady came, or is not expected
-	asked    bool      // a sign of life is due by deadline
-	deadline time.Time //
-	alarm    alarm     // next look at the above
+	in       []byte // come and not handled: part of a message, or more if the last turn ended before that
+	behind   bool   // in may hold a whole message
+	greeted  bool   // signReady came, or is not expected
+	asked    bool   // a sign of life is due by deadline
+	deadline time.Time
+	alarm    alarm // next look at the two
 }
 
 // outFrame is a message on its way out.
@@ -126,7 +130,7 @@ func (s *stream) turn() bool {
 	if s.done() {
 		return false
 	}
-	if err == nil && rang { // after reading: we may have been stopped, and not the other end
+	if err == nil && rang && !s.behind { // after reading all: we may have been stopped, and not the other end
 		err = s.beat(time.Now())
 	}
 	if err != nil {
@@ -157,7 +161,7 @@ func (s *stream) receive() error {
 			return nil
 		}
 	}
-	for {
+	for range readBudget {
 		n, err := s.read()
 		if n == 0 || err != nil {
 			return err
@@ -173,9 +177,10 @@ func (s *stream) receive() error {
 			return err
 		}
 		if s.keep(data, rest); s.behind || n < len(s.l.read) {
-			return nil
+			break
 		}
 	}
+	return nil
 }
 
 // read fills the loop's buffer with what is there, which may be nothing.
