@@ -1,7 +1,6 @@
 package shm
 
 import (
-	"errors"
 	"fmt"
 	"io/fs"
 	"os"
@@ -117,7 +116,7 @@ func (d *folder) unlink(name string, of inode) (bool, error) {
 		}
 		return false, nil
 	}
-	if errors.Is(err, fs.ErrNotExist) {
+	if gone(err) {
 		err = nil
 	}
 	return false, err

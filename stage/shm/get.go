@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 
 	"github.com/tensorferry/tensorferry/stage"
 	"github.com/tensorferry/tensorferry/stage/wire"
@@ -139,7 +138,7 @@ func (s *lockedSegment) close() {
 func (d *folder) openSegment(key string) (_ *lockedSegment, err error) {
 	fd, st, err := d.open(key, unix.O_RDONLY)
 	switch {
-	case errors.Is(err, fs.ErrNotExist):
+	case gone(err):
 		return nil, notYet("nothing is there")
 	case errors.Is(err, unix.EAGAIN):
 		return nil, notYet("it is just being opened")
@@ -156,7 +155,7 @@ func (d *folder) openSegment(key string) (_ *lockedSegment, err error) {
 		return nil, notYet("it is being made")
 	}
 	s.lock, err = d.openLock(key, unix.O_RDONLY)
-	if errors.Is(err, fs.ErrNotExist) {
+	if gone(err) {
 		// A plain reader of the segment before took the lock file away from a plain writer that waited for it: that one wrote with a
 		// lock that nobody can see. Its segment is read once nobody has it open for writing.
 		if s.sealed, _ = lease(fd, unix.F_RDLCK); !s.sealed {
@@ -172,7 +171,7 @@ func (d *folder) openSegment(key string) (_ *lockedSegment, err error) {
 	switch {
 	case err == errBusy:
 		return nil, notYet("it is being written, or read by another")
-	case errors.Is(err, fs.ErrNotExist):
+	case gone(err):
 		return nil, notYet("it has just been read")
 	case err != nil:
 		return nil, err
@@ -184,7 +183,7 @@ func (d *folder) openSegment(key string) (_ *lockedSegment, err error) {
 	}()
 	// Until here it could be another's; now only who does not know of locks can change it.
 	now, err := d.stat(key)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err != nil && !gone(err) {
 		return nil, err
 	}
 	if err != nil || now.inode != s.inode {

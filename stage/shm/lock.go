@@ -2,7 +2,6 @@ package shm
 
 import (
 	"errors"
-	"io/fs"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -74,13 +73,16 @@ func (l *keyLock) current() bool {
 // again. A plain one would not notice that its file has gone, and its payload would have none that a plain reader finds; so the file
 // stays, for that payload's reader to remove. Between the look and the removal are some microseconds.
 func (l *keyLock) remove() {
-	for i := range 4 {
-		alone, known := lease(l.fd, unix.F_WRLCK)
+	alone, known := lease(l.fd, unix.F_WRLCK)
+	for range 2 {
 		if alone || !known {
-			l.d.unlink(l.name, l.inode)
 			break
 		}
-		time.Sleep(time.Duration(50<<i) * time.Microsecond) // who only looks is gone again
+		time.Sleep(50 * time.Microsecond) // who only looks is gone by then
+		alone, known = lease(l.fd, unix.F_WRLCK)
+	}
+	if alone || !known {
+		_, _ = l.d.unlink(l.name, l.inode) // the next put of the key uses one that is left
 	}
 	l.close()
 }
@@ -120,7 +122,7 @@ func (d *folder) giveLock(key string) (inode, error) {
 
 // free ends a lock that was taken: its file goes if the key has no segment.
 func (d *folder) free(key string, l *keyLock) {
-	if _, err := d.stat(key); errors.Is(err, fs.ErrNotExist) {
+	if _, err := d.stat(key); gone(err) {
 		l.remove()
 	}
 	l.close()

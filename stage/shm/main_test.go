@@ -161,10 +161,16 @@ func files(t testing.TB, dir string) []string {
 	return out
 }
 
+// wantFiles wants these files and no others, soon: a lock file goes a moment after its segment.
 func wantFiles(t testing.TB, dir string, want ...string) {
 	t.Helper()
 	slices.Sort(want)
-	if got := files(t, dir); !slices.Equal(got, want) {
+	end := time.Now().Add(2 * time.Second)
+	got := files(t, dir)
+	for ; !slices.Equal(got, want) && time.Now().Before(end); got = files(t, dir) {
+		time.Sleep(time.Millisecond)
+	}
+	if !slices.Equal(got, want) {
 		t.Errorf("files %q, want %q", got, want)
 	}
 }

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// entry is a payload that was put and is unread. Guarded by Connector.mu, except what is set once.
+// entry is a payload that was put and is unread.
 type entry struct {
 	key      string
 	inode    inode
@@ -23,7 +23,7 @@ type entry struct {
 	claimed  func()
 	released func(stage.Outcome)
 
-	lock inode // the lock file's
+	lock inode // the lock file's; guarded by Connector.mu
 }
 
 // Put implements stage.Connector. It returns when the payload can be read. Published.Size is that of the segment; Generation is none.

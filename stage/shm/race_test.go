@@ -4,17 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
-	"os/exec"
-	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
 	"github.com/tensorferry/tensorferry/stage"
 	"github.com/tensorferry/tensorferry/tensor"
-	"golang.org/x/sys/unix"
 )
 
 // S1: of 2,000 puts with keys used again and again, from several writers at once, each that was acknowledged is read once.
@@ -104,71 +99,4 @@ func TestEveryAcknowledgedPutIsReadExactlyOnce(t *testing.T) {
 		}
 	}
 	wantFiles(t, dir)
-}
-
-func init() { children["full"] = childFull }
-
-// S3 and C48: a full /dev/shm is an error, and costs nothing that was acknowledged.
-func TestAFullDirectoryIsAnError(t *testing.T) {
-	if os.Geteuid() != 0 {
-		t.Skip("only root can mount a tmpfs")
-	}
-	dir := t.TempDir()
-	cmd := exec.Command(os.Args[0], dir)
-	cmd.Env = append(os.Environ(), childEnv+"=full")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS, Pdeathsig: syscall.SIGKILL}
-	out, err := cmd.CombinedOutput()
-	if errors.Is(err, syscall.EPERM) {
-		t.Skipf("no mount namespace is to be had: %v", err)
-	}
-	if text := strings.TrimSpace(string(out)); err != nil || text != "ok" {
-		t.Errorf("%v: %s", err, text)
-	}
-}
-
-// childFull DIR: puts into a tmpfs of 4 MiB, which only this process sees, until it is full.
-func childFull(args []string) {
-	dir := args[0]
-	must(0, unix.Mount("", "/", "", unix.MS_PRIVATE|unix.MS_REC, ""))
-	must(0, unix.Mount("tmpfs", dir, "tmpfs", 0, "size=4m"))
-	c := must(Open(Options{Dir: dir, MaxBytes: 64 << 20}))
-	ctx := context.Background()
-	wantFull := func(err error) {
-		if !errors.Is(err, stage.ErrFull) || !strings.Contains(err.Error(), dir) || !strings.Contains(err.Error(), "--shm-size") {
-			say("error %v is no clear ErrFull", err)
-		}
-	}
-	_, err := c.Put(ctx, "large", value("k", 5<<20), stage.PutOptions{})
-	wantFull(err)
-	// The look beforehand can be too early: then the write fails.
-	d := must(unix.Openat(c.dir.fd, ".", unix.O_TMPFILE|unix.O_RDWR, 0o600))
-	err = c.dir.writeParts(ctx, d, [][]byte{make([]byte, 5<<20)})
-	wantFull(c.dir.full(err, 5<<20))
-	unix.Close(d)
-
-	var acked []string
-	for i := 0; ; i++ {
-		key := fmt.Sprintf("k_%d", i)
-		if _, err := c.Put(ctx, key, value(key, 10_000), stage.PutOptions{}); err != nil {
-			wantFull(err)
-			break
-		}
-		acked = append(acked, key)
-	}
-	if n := len(must(os.ReadDir(dir))); n != 2*len(acked)+1 || len(acked) < 200 {
-		say("%d files of %d puts", n, len(acked))
-	}
-	for _, key := range acked {
-		if g, err := c.Get(ctx, stage.Request{Key: key}); err != nil || !tensor.Equal(g.Root, value(key, 10_000)) {
-			say("%s: %v", key, err)
-		}
-	}
-	must(c.Put(ctx, "again", value("again", 1<<20), stage.PutOptions{}))
-	short, cancel := context.WithTimeout(ctx, time.Millisecond)
-	defer cancel()
-	must(0, c.Close(short))
-	if left := must(os.ReadDir(dir)); len(left) > 0 {
-		say("%v are left", left)
-	}
-	say("ok")
 }

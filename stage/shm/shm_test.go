@@ -357,7 +357,7 @@ func TestAPayloadThatIsBeingReadIsLeftToItsReader(t *testing.T) {
 	}
 	reader.close()
 	wantOutcome(t, p, stage.Expired) // its lease ended meanwhile
-	eventually(t, "the files go", func() bool { return len(files(t, dir)) == 0 })
+	wantFiles(t, dir)
 }
 
 func TestAPutWaitsForTheLockAndIsWoken(t *testing.T) {

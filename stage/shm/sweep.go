@@ -20,7 +20,7 @@ const lockAge = time.Minute
 
 // Sweep reaps what killed connectors left in a directory (default region.DefaultDir): payloads of theirs that nobody read by the end of
 // their leases, and their records. What others made is not touched, nor what is locked. The answer tells of each record, and of each
-// payload of a dead connector. With dryRun nothing is changed, and no lock taken. An error is about the directory only.
+// payload and lock file of a dead connector. With dryRun nothing is changed, and no lock taken. An error is about the directory only.
 func Sweep(dir string, dryRun bool) ([]region.Swept, error) {
 	d, err := openFolder(cmp.Or(dir, region.DefaultDir))
 	if err != nil {
@@ -125,12 +125,7 @@ func (d *folder) sweepRecord(name string, dryRun bool) (all []region.Swept) {
 func (d *folder) sweepPut(p put, dryRun bool) (s region.Swept) {
 	st, err := d.stat(p.key)
 	if gone(err) {
-		if lock, err := d.stat(lockName(p.key)); err == nil && !dryRun && time.Since(time.Unix(0, lock.mtime)) > lockAge {
-			if l, err := d.tryLock(p.key); err == nil {
-				d.free(p.key, l)
-			}
-		}
-		return s
+		return d.sweepLock(p.key, dryRun)
 	}
 	if err != nil || !p.is(st) || d.check(p.key, st) != nil {
 		return s // another's
@@ -156,6 +151,34 @@ func (d *folder) sweepPut(p put, dryRun bool) (s region.Swept) {
 	} else if !s.Reaped {
 		return region.Swept{}
 	}
+	return s
+}
+
+// sweepLock reaps the lock file of a key that has no segment: its writer was killed before it made that, or its reader after it had
+// taken it off. No reason: there is none.
+func (d *folder) sweepLock(key string, dryRun bool) (s region.Swept) {
+	st, err := d.stat(lockName(key))
+	if err != nil || d.check(lockName(key), st) != nil {
+		return s
+	}
+	s.Path = d.path(lockName(key))
+	if time.Since(time.Unix(0, st.mtime)) < lockAge {
+		s.Reason = fmt.Sprintf("a lock file without a segment, less than %v old: one may still be made", lockAge)
+		return s
+	}
+	s.Reason = "a lock file of a dead connector's key, without a segment"
+	if dryRun {
+		s.Reaped = true
+		return s
+	}
+	l, err := d.tryLock(key)
+	if err != nil {
+		s.Reason = fmt.Sprintf("it is not reaped: %v", err)
+		return s
+	}
+	d.free(key, l)
+	_, err = d.stat(lockName(key))
+	s.Reaped = gone(err)
 	return s
 }
 
