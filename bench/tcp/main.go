@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/bench/internal/measure"
+	"github.com/tensorferry/tensorferry/bench/internal/netns"
 )
 
 //go:embed nixl_read.py
@@ -42,12 +43,12 @@ func main() {
 }
 
 func run(rounds, streams int) (err error) {
-	h, err := newHosts()
+	h, err := netns.New()
 	if err != nil {
 		return err
 	}
 	defer func() {
-		if e := h.close(); err == nil {
+		if e := h.Close(); err == nil {
 			err = e
 		}
 	}()
@@ -56,9 +57,9 @@ func run(rounds, streams int) (err error) {
 		return err
 	}
 	ours, end, err := pair(
-		func() (*child, error) { return start(h.a, nil, self, "-role", "serve", "-host", h.addrA) },
+		func() (*child, error) { return start(h.A, nil, self, "-role", "serve", "-host", h.AddrA) },
 		func() (*child, error) {
-			return start(h.b, nil, self, "-role", "read", "-host", h.addrB, "-streams", strconv.Itoa(streams))
+			return start(h.B, nil, self, "-role", "read", "-host", h.AddrB, "-streams", strconv.Itoa(streams))
 		})
 	if err != nil {
 		return err
@@ -82,7 +83,7 @@ func run(rounds, streams int) (err error) {
 			env := []string{"UCX_TLS=tcp", "UCX_NET_DEVICES=" + device, "UCX_LOG_FILE=stderr", "UCX_LOG_LEVEL=error", "UCX_MODULES=cma"}
 			return func() (*child, error) { return start(ns, env, python, script, role, strconv.Itoa(largest)) }
 		}
-		theirs, end, err := pair(nixl(h.a, h.deviceA, "serve"), nixl(h.b, h.peerB, "read"))
+		theirs, end, err := pair(nixl(h.A, h.DeviceA, "serve"), nixl(h.B, h.DeviceB, "read"))
 		if err != nil {
 			return fmt.Errorf("NIXL: %w", err)
 		}
