@@ -185,6 +185,9 @@ func (c *Client) handoff(r Request) (*wire.Handoff, error) {
 	if r.Key == "" || len(r.Key) > wire.MaxKey {
 		return nil, fmt.Errorf("%w: a key of %d bytes; give 1 to %d", ErrOptions, len(r.Key), wire.MaxKey)
 	}
+	if r.InPlace && r.Device != nil || r.AllOnDevice && r.Device == nil {
+		return nil, fmt.Errorf("%w: Device excludes InPlace, and AllOnDevice needs it", ErrOptions)
+	}
 	h := &wire.Handoff{}
 	if r.Metadata != nil {
 		var err error

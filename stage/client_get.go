@@ -184,7 +184,7 @@ func (g *get) question(ctx context.Context) (*call, error) {
 		left := time.Until(g.deadline)
 		f := g.c.extension()
 		f.Sum = true
-		if !g.r.InPlace {
+		if !g.r.InPlace && !g.r.AllOnDevice {
 			f.Inline = g.c.o.Inline
 		}
 		// That a shared connection is lost heartbeats tell. It is not given up for a get that has little time.

@@ -22,10 +22,11 @@ func (c *Client) until(ctx context.Context) (context.Context, context.CancelFunc
 
 // takeInline delivers what came in the reply, which is the proof that the claim held.
 func (g *get) takeInline(gr granted) (*Got, error) {
+	g.r.land(gr.m)
 	err := checkSum(gr.m, gr.inline)
 	if err == nil {
 		var root tensor.Node
-		if root, err = unpack(gr.m, gr.inline); err == nil {
+		if root, err = unpack(gr.m, inMemory(gr.inline)); err == nil {
 			g.done(gr)
 			return NewGot(Got{Key: g.r.Key, Root: root, Kind: gr.m.Kind, Size: gr.m.Size, Plane: slab.Inline}, func() error { return nil }), nil
 		}
@@ -38,11 +39,8 @@ func (g *get) takeInline(gr granted) (*Got, error) {
 func (g *get) read(ctx context.Context, gr granted) (*Got, error) {
 	ctx, cancel := g.c.until(ctx)
 	defer cancel()
-	sizes := make([]int64, len(gr.m.Specs))
-	for i := range sizes {
-		sizes[i] = gr.m.Specs[i].Size
-	}
-	buf, err := g.c.o.Slab.Alloc(ctx, sizes)
+	g.r.land(gr.m)
+	buf, err := g.room(ctx, gr.m)
 	if err != nil {
 		err = g.cause(ctx, err)
 		g.giveBack(gr, err.Error())
@@ -61,6 +59,40 @@ func (g *get) read(ctx context.Context, gr granted) (*Got, error) {
 		return nil, err
 	}
 	return got, nil
+}
+
+// land makes m say where each tensor is to be here. The serialized part is always on the CPU.
+func (r *Request) land(m *wire.Metadata) {
+	for i := range m.Specs {
+		s := &m.Specs[i]
+		serialized := m.Kind != wire.Tensors && i == 0
+		if r.Device != nil && !serialized && (r.AllOnDevice || !s.Device.CPU()) {
+			s.Device = r.Device.Device()
+		} else {
+			s.Device = tensor.Device{}
+		}
+	}
+}
+
+// room makes a buffer for the tensors, each where it is to be.
+func (g *get) room(ctx context.Context, m *wire.Metadata) (*slab.Buffer, error) {
+	host, device := make([]int64, len(m.Specs)), make([]int64, len(m.Specs))
+	for i := range m.Specs {
+		if s := &m.Specs[i]; s.Device.CPU() {
+			host[i] = s.Size
+		} else {
+			device[i] = s.Size
+		}
+	}
+	buf, err := g.c.o.Slab.Alloc(ctx, host)
+	if err != nil || g.r.Device == nil {
+		return buf, err
+	}
+	if err := buf.PlaceIn(ctx, g.r.Device, device); err != nil {
+		buf.Free()
+		return nil, err
+	}
+	return buf, nil
 }
 
 // cause is err, or that the client closes if that is behind it.
@@ -82,12 +114,13 @@ func (g *get) readFailed(ctx context.Context, gr granted, err error) error {
 
 // deliver makes the value of what was read, and ends the claim.
 func (g *get) deliver(ctx context.Context, gr granted, buf *slab.Buffer, plane string) (*Got, error) {
-	mem := buf.Slices()
-	if err := checkSum(gr.m, mem); err != nil {
-		g.giveBack(gr, err.Error())
-		return nil, g.spoilt(err)
+	if !buf.OnDevice() {
+		if err := checkSum(gr.m, buf.Slices()); err != nil {
+			g.giveBack(gr, err.Error())
+			return nil, g.spoilt(err)
+		}
 	}
-	root, err := unpack(gr.m, mem)
+	root, err := unpack(gr.m, buf.Tensor)
 	switch {
 	case gr.s == nil:
 		g.done(gr)
@@ -110,12 +143,9 @@ func (g *get) deliver(ctx context.Context, gr granted, buf *slab.Buffer, plane s
 	return got, nil
 }
 
-// landed describes the payload as it is here: in host memory, published by nobody.
+// landed describes the payload as it is here, published by nobody.
 func landed(m *wire.Metadata) *wire.Metadata {
 	l := &wire.Metadata{Kind: m.Kind, Specs: m.Specs, Size: m.Size}
-	for i := range l.Specs {
-		l.Specs[i].Device = tensor.Device{}
-	}
 	if m.Ferry != nil {
 		l.Ferry = &wire.FerryMetadata{Top: m.Ferry.Top, Sum: m.Ferry.Sum}
 	}
@@ -136,6 +166,7 @@ func (g *get) verified(ctx context.Context, gr granted, op wire.Op, reason strin
 func (g *get) view(ctx context.Context, gr granted) (*Got, error) {
 	ctx, cancel := g.c.until(ctx)
 	defer cancel()
+	g.r.land(gr.m)
 	mem, plane, release, err := g.c.o.Slab.View(ctx, gr.m)
 	if errors.Is(err, slab.ErrNoPlane) {
 		return nil, nil
@@ -145,7 +176,7 @@ func (g *get) view(ctx context.Context, gr granted) (*Got, error) {
 		g.giveBack(gr, err.Error())
 		return nil, fmt.Errorf("stage: view of key %.64q: %w", g.r.Key, g.readFailed(ctx, gr, err))
 	}
-	root, err := unpack(gr.m, mem)
+	root, err := unpack(gr.m, inMemory(mem))
 	if err != nil {
 		release()
 		if lost := g.verified(ctx, gr, wire.Fail, err.Error()); lost != nil {
@@ -163,19 +194,34 @@ func (g *get) view(ctx context.Context, gr granted) (*Got, error) {
 	}), nil
 }
 
-// unpack makes the value of a payload whose tensors are in mem.
-func unpack(m *wire.Metadata, mem [][]byte) (tensor.Node, error) {
+// unpack makes the value of a payload that has landed. bytes gives a tensor that has some.
+func unpack(m *wire.Metadata, bytes func(i int, d tensor.DType, shape tensor.Shape) (tensor.Tensor, error)) (tensor.Node, error) {
 	p := wire.Payload{Kind: m.Kind, Tensors: make([]tensor.Tensor, len(m.Specs))}
 	if m.Ferry != nil {
 		p.Top = m.Ferry.Top
 	}
 	for i := range m.Specs {
 		var err error
-		if p.Tensors[i], err = tensor.New(m.Specs[i].DType, m.Specs[i].Shape, mem[i]); err != nil {
+		switch s := &m.Specs[i]; {
+		case s.Size > 0:
+			p.Tensors[i], err = bytes(i, s.DType, s.Shape)
+		case s.Device.CPU():
+			p.Tensors[i], err = tensor.New(s.DType, s.Shape, nil)
+		default:
+			p.Tensors[i], err = tensor.OnDevice(s.DType, s.Shape, s.Device, 0)
+		}
+		if err != nil {
 			return nil, err
 		}
 	}
 	return p.Unpack()
+}
+
+// inMemory is for unpack: each tensor in a slice of mem.
+func inMemory(mem [][]byte) func(int, tensor.DType, tensor.Shape) (tensor.Tensor, error) {
+	return func(i int, d tensor.DType, shape tensor.Shape) (tensor.Tensor, error) {
+		return tensor.New(d, shape, mem[i])
+	}
 }
 
 // checkSum compares what was read with the producer's checksum, if there is one. The error wraps ErrCorrupt.

@@ -36,6 +36,11 @@ type PutOptions struct {
 	Lease   time.Duration // how long it is kept unclaimed
 	Readers int           // how many have to read it before it is released; default 1
 	Pack    wire.PackOptions
+	// Borrow lets a Link put tensors that are on a device (tensor.OnDevice), in memory registered with slab.Slab.Device. They are not
+	// copied: from success on their bytes must not be written, nor freed, until Published.Released is closed, and stay the payload's for
+	// ever if Close of the Link cannot stop a reader (ErrBusy). What writes them has to be over before Put: wait for the stream. Without
+	// it a tensor on a device is refused.
+	Borrow bool
 }
 
 // Published is a payload that was put.
@@ -52,7 +57,7 @@ type Published struct {
 // Claimed is closed when the first reader has claimed it.
 func (p *Published) Claimed() <-chan struct{} { return p.claimed }
 
-// Released is closed when its memory is free again.
+// Released is closed when its memory is free again, borrowed memory included.
 func (p *Published) Released() <-chan struct{} { return p.released }
 
 // Outcome says why it was released; valid once Released is closed.
@@ -99,6 +104,12 @@ type Request struct {
 	// InPlace asks for the bytes where they are at a producer of ours on this machine, without a copy. The claim is then held until
 	// Release. A copy is made where that is not possible.
 	InPlace bool
+	// Device is where a Link puts tensors that the producer has on a device, with AllOnDevice all tensors but those of no device
+	// ever: the serialized parts. Nil: everything lands on the CPU. They are read by NIXL, straight into the pool, are in place
+	// when Get returns, and theirs until Release: wait for what works on them before that. It excludes InPlace. Whatever
+	// becomes of a get, the pool takes care of the memory.
+	Device      *slab.DevicePool
+	AllOnDevice bool
 }
 
 // Got is a payload.

@@ -14,17 +14,19 @@ const (
 	page = 4096
 )
 
-// footprint is how much of a slab the tensors take.
+// footprint is how much of a slab the tensors take: those on the CPU.
 func footprint(specs []wire.Spec) (n int64) {
 	for i := range specs {
-		n += roundUp(specs[i].Size, slab.Align)
+		if specs[i].Device.CPU() {
+			n += roundUp(specs[i].Size, slab.Align)
+		}
 	}
 	return roundUp(n, page)
 }
 
 func roundUp(n, to int64) int64 { return (n + to - 1) / to * to }
 
-// fill copies tensors, and gives their checksum if it is wanted. One goroutine does: two gained nothing that could be measured at 16 and
+// fill copies tensors, those on a device excepted, and gives their checksum if it is wanted. One goroutine does: two gained nothing that could be measured at 16 and
 // 256 MiB (BenchmarkFill).
 func fill(to [][]byte, tensors []tensor.Tensor, wanted bool) *uint64 {
 	if !wanted {

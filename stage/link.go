@@ -15,8 +15,8 @@ import (
 	"github.com/tensorferry/tensorferry/stage/wire"
 )
 
-// ErrDevice: a tensor that is not in this machine's memory.
-var ErrDevice = errors.New("stage: a tensor off the CPU")
+// ErrDevice: a tensor on a device that cannot be put as it was asked to.
+var ErrDevice = errors.New("stage: a tensor on a device")
 
 // closeGrace is how long Close has to stop readers that did not end in time: a serving agent is rotated in seconds.
 const closeGrace = 10 * time.Second
@@ -31,11 +31,14 @@ type LinkOptions struct {
 	Bind      *Endpoint
 	Advertise string
 
-	// Store's MaxBytes is the part of the slab that puts may take, so that gets find room; default three quarters.
+	// Store's MaxBytes is the part of the slab that is set aside for puts (slab.Slab.Divide), so that they find room however many
+	// gets hold the rest; default half. As much as the slab has, or more: nothing is set aside, and a put can wait for what was got.
 	Store  Options
 	Client ClientOptions // Loop, Slab and Node are the Link's
-	Sum    bool          // keep a checksum of each payload, which own readers verify
-	Log    *slog.Logger
+	// Sum keeps a checksum of each payload, which own readers verify. None is made of what is on a device, nor verified by a reader
+	// that has some of it on one.
+	Sum bool
+	Log *slog.Logger
 }
 
 // complete fills in defaults. The error wraps ErrOptions.
@@ -55,11 +58,11 @@ func (o *LinkOptions) complete() error {
 	if o.Client.Log == nil {
 		o.Client.Log = o.Log
 	}
-	if o.Store.MaxBytes == 0 {
-		o.Store.MaxBytes = o.Slab.Bytes() / 4 * 3
-	}
 	if o.Bind == nil {
 		return nil
+	}
+	if err := o.divide(); err != nil {
+		return err
 	}
 	b := *o.Bind
 	if o.Bind = &b; b.Host == "" {
@@ -71,6 +74,22 @@ func (o *LinkOptions) complete() error {
 	if wildcard(o.Advertise) || len(o.Advertise) > wire.MaxHost {
 		return fmt.Errorf("%w: Advertise is %.64q, which no reader can dial; give the host by which they reach this machine", ErrOptions, o.Advertise)
 	}
+	return nil
+}
+
+// divide sets the part for puts aside.
+func (o *LinkOptions) divide() error {
+	if o.Store.MaxBytes == 0 {
+		o.Store.MaxBytes = o.Slab.Bytes() / 2
+	}
+	if o.Store.MaxBytes < 0 || o.Store.MaxBytes >= o.Slab.Bytes() {
+		return nil // NewStore refuses the first
+	}
+	part, err := o.Slab.Divide(o.Store.MaxBytes)
+	if err != nil {
+		return fmt.Errorf("%w: %w; make the link first, or give MaxBytes all of the slab", ErrOptions, err)
+	}
+	o.Store.MaxBytes = min(o.Store.MaxBytes, part) // another link may have divided it
 	return nil
 }
 

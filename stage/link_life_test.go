@@ -219,10 +219,10 @@ func TestCloseWaitsForReadersThenStopsThem(t *testing.T) {
 
 func TestCloseEndsWhatWaits(t *testing.T) {
 	from, to := newLink(t, 4<<20), newLink(t, 4<<20)
-	mustPut(t, from, "full", bytesOf(t, 3<<20, 1), PutOptions{})
+	mustPut(t, from, "full", bytesOf(t, 2<<20, 1), PutOptions{})
 	var all sync.WaitGroup
 	all.Go(func() { // for room
-		if _, err := from.Put(context.Background(), "more", bytesOf(t, 3<<20, 2), PutOptions{}); !errors.Is(err, ErrClosing) {
+		if _, err := from.Put(context.Background(), "more", bytesOf(t, 2<<20, 2), PutOptions{}); !errors.Is(err, ErrClosing) {
 			t.Error("put:", err)
 		}
 	})

@@ -10,8 +10,9 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Put implements Connector. A payload of the key that nobody claimed makes way for it, at once if there is no room for both.
-// ErrOptions: the Link has no Bind. ErrDevice: a tensor that is not in this machine's memory.
+// Put implements Connector. A payload of the key that nobody claimed makes way for it, at once if there is no room for both. Tensors on
+// a device are borrowed, see PutOptions; those on the CPU are copied. Errors are also ErrOptions (the Link has no Bind) and ErrDevice (a
+// tensor on a device without Borrow, or in memory that is not registered).
 func (l *Link) Put(ctx context.Context, key string, root tensor.Node, o PutOptions) (*Published, error) {
 	packed, err := wire.Pack(root, o.Pack)
 	if err != nil {
@@ -21,25 +22,57 @@ func (l *Link) Put(ctx context.Context, key string, root tensor.Node, o PutOptio
 	if m.Specs, m.Size, err = packed.Specs(); err != nil {
 		return nil, err
 	}
+	lent, err := l.borrow(packed.Tensors, o.Borrow)
+	if err != nil {
+		return nil, err
+	}
 	sizes := make([]int64, len(packed.Tensors))
 	for i, t := range packed.Tensors {
-		if !t.Device().CPU() {
-			return nil, fmt.Errorf("%w: tensor %d is on %v; copy it to the CPU first", ErrDevice, i, t.Device())
-		}
-		sizes[i] = t.Bytes()
+		sizes[i] = int64(len(t.Data()))
 	}
 	return l.publish(ctx, key, &m, o, func(ctx context.Context) (*slab.Buffer, error) {
-		b, err := l.o.Slab.Alloc(ctx, sizes)
+		b, err := l.o.Slab.AllocPut(ctx, sizes)
 		if err != nil {
 			return nil, err
 		}
-		m.Ferry.Sum = fill(b.Slices(), packed.Tensors, l.o.Sum)
+		for _, at := range lent {
+			if err := b.Place(at.tensor, at.memory, packed.Tensors[at.tensor].Addr(), packed.Tensors[at.tensor].Bytes()); err != nil {
+				b.Free()
+				return nil, fmt.Errorf("%w: tensor %d: %w", ErrDevice, at.tensor, err)
+			}
+		}
+		m.Ferry.Sum = fill(b.Slices(), packed.Tensors, l.o.Sum && len(lent) == 0)
 		return b, nil
 	})
 }
 
+// borrowed is a tensor that is put where it is.
+type borrowed struct {
+	tensor int
+	memory *slab.DeviceMemory
+}
+
+// borrow finds the memory of the tensors on devices.
+func (l *Link) borrow(tensors []tensor.Tensor, allowed bool) (all []borrowed, err error) {
+	for i, t := range tensors {
+		if t.Device().CPU() || t.Bytes() == 0 {
+			continue
+		}
+		if !allowed {
+			return nil, fmt.Errorf("%w: tensor %d is on %v; lend it with PutOptions.Borrow, or copy it to the CPU first", ErrDevice, i, t.Device())
+		}
+		d, err := l.o.Slab.Holder(t)
+		if err != nil {
+			return nil, fmt.Errorf("%w: tensor %d: %w", ErrDevice, i, err)
+		}
+		all = append(all, borrowed{i, d})
+	}
+	return all, nil
+}
+
 // Republish puts what was got by this Link under another key, without a copy unless it was got in place: got is the Link's from then
-// on, whatever the error. Its Root must not be written any more, and not be used once the payload is released.
+// on, whatever the error. Its Root must not be written any more, and not be used once the payload is released. Tensors on a device stay
+// in their pool until then; they do not need PutOptions.Borrow.
 func (l *Link) Republish(ctx context.Context, key string, got *Got, o PutOptions) (*Published, error) {
 	r := got.received
 	switch {
@@ -56,7 +89,7 @@ func (l *Link) Republish(ctx context.Context, key string, got *Got, o PutOptions
 		m.Ferry.Sum = f.Sum
 	}
 	p, err := l.publish(ctx, key, &m, o, func(context.Context) (*slab.Buffer, error) {
-		if l.o.Sum && m.Ferry.Sum == nil {
+		if l.o.Sum && m.Ferry.Sum == nil && !r.buffer.OnDevice() {
 			m.Ferry.Sum = sum(r.buffer.Slices())
 		}
 		return r.buffer, nil

@@ -345,10 +345,10 @@ func TestWhatCannotBePutIsNamed(t *testing.T) {
 }
 
 func TestPutsAreHeldBackByTheirReaders(t *testing.T) {
-	l := newLink(t, 4<<20, noInline) // 3 MiB for puts
+	l := newLink(t, 4<<20, noInline) // 2 MiB for puts
 	v := bytesOf(t, 1<<20, 1)
 	var puts []*Published
-	for i := range 3 {
+	for i := range 2 {
 		puts = append(puts, mustPut(t, l, keyOf(i), v, PutOptions{}))
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
@@ -369,10 +369,84 @@ func TestPutsAreHeldBackByTheirReaders(t *testing.T) {
 	if err := receive(t, put); err != nil {
 		t.Fatal(err)
 	}
-	for i, key := range []string{keyOf(1), keyOf(2), "more"} {
+	for i, key := range []string{keyOf(1), "more"} {
 		consume(t, l, Request{Key: key, Metadata: puts[i+1].Metadata}, v)
 	}
 	idle(t, l)
+}
+
+// Workers that each hold what they got while they put something would wait for one another if gets could take all of the slab.
+func TestPutsFindRoomHoweverMuchIsHeldOfWhatWasGot(t *testing.T) {
+	from, middle, to := newLink(t, 16<<20, noInline), newLink(t, 4<<20, noInline), newLink(t, 8<<20, noInline, onlyGets)
+	v, w := bytesOf(t, 600_000, 1), bytesOf(t, 900_000, 2)
+	const workers = 12 // all together need more than the slab, on either side
+	var all sync.WaitGroup
+	for i := range workers {
+		key := keyOf(i)
+		p := mustPut(t, from, key, v, PutOptions{})
+		all.Go(func() {
+			got := mustGet(t, middle, Request{Key: key, Metadata: p.Metadata})
+			defer func() {
+				if err := got.Release(); err != nil {
+					t.Error(err)
+				}
+			}()
+			q := mustPut(t, middle, key, w, PutOptions{})
+			consume(t, to, Request{Key: key, Metadata: q.Metadata}, w)
+		})
+	}
+	all.Wait()
+	for _, l := range []*Link{from, middle, to} {
+		idle(t, l)
+	}
+}
+
+// All of the part for gets is held, and all that is put waits to be published from it.
+func TestWhatIsHeldIsRepublishedHoweverFullTheSlabIs(t *testing.T) {
+	from, middle, to := newLink(t, 16<<20, noInline), newLink(t, 4<<20, noInline), newLink(t, 8<<20, noInline, onlyGets)
+	v := bytesOf(t, 1<<20, 1)
+	var held []*Got
+	for i := range 2 {
+		p := mustPut(t, from, keyOf(i), v, PutOptions{})
+		held = append(held, mustGet(t, middle, Request{Key: keyOf(i), Metadata: p.Metadata}))
+	}
+	p := mustPut(t, from, "more", v, PutOptions{})
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if _, err := middle.Get(ctx, Request{Key: "more", Metadata: p.Metadata}); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("a get that finds no room: %v", err)
+	}
+	var puts []*Published
+	for i, got := range held {
+		q, err := middle.Republish(t.Context(), keyOf(i), got, PutOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		puts = append(puts, q)
+	}
+	for i, q := range puts {
+		consume(t, to, Request{Key: keyOf(i), Metadata: q.Metadata}, v)
+	}
+	consume(t, middle, Request{Key: "more", Metadata: p.Metadata}, v)
+	idle(t, middle)
+}
+
+func TestALinkOfAllOfTheSlabSetsNothingAside(t *testing.T) {
+	l := newLink(t, 1<<20, noInline, func(o *LinkOptions) { o.Store.MaxBytes = o.Slab.Bytes() })
+	p := mustPut(t, l, "k", bytesOf(t, 1<<20, 1), PutOptions{})
+	if err := l.Cleanup("k"); err != nil {
+		t.Error(err)
+	}
+	receive(t, p.Released())
+	idle(t, l)
+	b, err := l.o.Slab.Alloc(t.Context(), []int64{1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Free()
+	if _, err := NewLink(t.Context(), LinkOptions{Slab: l.o.Slab, Bind: &Endpoint{}}); !errors.Is(err, ErrOptions) || !errors.Is(err, slab.ErrMismatch) {
+		t.Errorf("a link of a slab that is in use: %v", err)
+	}
 }
 
 func TestAPutMakesWayForItsOwnKey(t *testing.T) {

@@ -4,19 +4,16 @@ import (
 	"context"
 	"fmt"
 	"sync"
-
-	"github.com/tensorferry/tensorferry/region"
 )
 
 // Buffer is memory for the tensors of one payload.
 type Buffer struct {
 	slab    *Slab
 	bytes   int64 // of all tensors
-	blocks  int
-	spans   []region.Span // of each tensor in the pool; one without bytes is nowhere
+	holding       // what it has of the slab
 	slices  [][]byte
-	extents []region.Extent // guarded by the slab's space once it has some
-	places  []placed        // of each tensor in device memory; nil: none is
+	places  []placed // of each tensor in device memory; nil: none is
+	device  *holding // what it has of a DevicePool; nil: nothing
 
 	mu       sync.Mutex
 	writers  int           // READs that may still write into it
@@ -25,32 +22,36 @@ type Buffer struct {
 	freed    bool
 	returned bool // its blocks are the slab's again
 
-	// What most buffers need, so that they are one allocation.
-	one      [1]region.Extent
-	oneSpan  [1]region.Span
-	oneSlice [1][]byte
+	oneSlice [1][]byte // so that a buffer of one tensor is one allocation
 }
 
-// Alloc makes a buffer with one slice for each size, in order; 0 gives an empty slice. It waits for room, in the order of calls,
-// until ctx is done: a large request is not overtaken by small ones that come later. Each slice begins at a multiple of Align; where
-// there is room they lie one after the other. The content is what was there before. The caller frees the buffer, or hands it to a
-// Payload. Errors: ErrTooLarge, ErrClosed, ErrMismatch (a negative size), ctx's.
+// Alloc makes a buffer for a READ, with one slice for each size, in order; 0 gives an empty slice. It waits for room, in the order of
+// calls, until ctx is done: a large request is not overtaken by small ones that come later. Each slice begins at a multiple of Align;
+// where there is room they lie one after the other. The content is what was there before. The caller frees the buffer, or hands it to
+// a Payload. Errors: ErrTooLarge, ErrClosed, ErrMismatch (a negative size), ctx's.
 func (s *Slab) Alloc(ctx context.Context, sizes []int64) (*Buffer, error) {
+	return s.alloc(ctx, &s.gets, sizes)
+}
+
+// AllocPut is Alloc for what is put: from the part that Divide set aside for it, else the same.
+func (s *Slab) AllocPut(ctx context.Context, sizes []int64) (*Buffer, error) {
+	if s.divided.Load() {
+		return s.alloc(ctx, &s.puts, sizes)
+	}
+	return s.Alloc(ctx, sizes)
+}
+
+func (s *Slab) alloc(ctx context.Context, from *space, sizes []int64) (*Buffer, error) {
 	b := &Buffer{slab: s}
 	var err error
-	if b.bytes, b.blocks, err = measure(sizes); err != nil {
+	if b.bytes, err = from.want(&b.holding, sizes); err != nil {
 		return nil, err
 	}
-	if len(sizes) == 1 {
-		b.spans, b.slices = b.oneSpan[:], b.oneSlice[:]
-	} else {
-		b.spans, b.slices = make([]region.Span, len(sizes)), make([][]byte, len(sizes))
-	}
-	for i, n := range sizes {
-		b.spans[i].Length = n
-	}
-	if err := s.space.take(ctx, b); err != nil {
+	if err := from.take(ctx, &b.holding); err != nil {
 		return nil, err
+	}
+	if b.slices = b.oneSlice[:]; len(sizes) != 1 {
+		b.slices = make([][]byte, len(sizes))
 	}
 	for i, at := range b.spans {
 		if at.Length > 0 {
@@ -134,7 +135,10 @@ func (b *Buffer) settle() {
 			p.memory.leave()
 		}
 	}
+	if b.device != nil {
+		b.device.space.give(b.device)
+	}
 	if b.blocks > 0 {
-		b.slab.space.give(b)
+		b.space.give(&b.holding)
 	}
 }

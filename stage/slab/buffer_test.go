@@ -154,9 +154,9 @@ func tryAlloc(s *Slab, sizes []int64) (*Buffer, bool) {
 		b, err = s.Alloc(ctx, sizes)
 	}()
 	for {
-		s.space.mu.Lock()
-		waits := s.space.queue.Len() > 0
-		s.space.mu.Unlock()
+		s.gets.mu.Lock()
+		waits := s.gets.queue.Len() > 0
+		s.gets.mu.Unlock()
 		if waits {
 			cancel()
 		}
@@ -173,9 +173,9 @@ func tryAlloc(s *Slab, sizes []int64) (*Buffer, bool) {
 func waits(t *testing.T, s *Slab, n int) {
 	t.Helper()
 	transfertest.Eventually(t, "calls of Alloc to wait", func() bool {
-		s.space.mu.Lock()
-		defer s.space.mu.Unlock()
-		return s.space.queue.Len() == n
+		s.gets.mu.Lock()
+		defer s.gets.mu.Unlock()
+		return s.gets.queue.Len() == n
 	})
 }
 

@@ -9,12 +9,17 @@ import (
 
 	binding "github.com/tensorferry/tensorferry/nixl"
 	"github.com/tensorferry/tensorferry/region"
+	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/transfer"
 	"github.com/tensorferry/tensorferry/transfer/nixl"
 )
 
-// ErrInUse: buffers still have tensors in the device memory.
-var ErrInUse = errors.New("slab: device memory in use")
+var (
+	// ErrInUse: buffers still have tensors in the device memory.
+	ErrInUse = errors.New("slab: device memory in use")
+	// ErrUnregistered: a tensor on a device, in memory that was not registered.
+	ErrUnregistered = errors.New("slab: device memory that is not registered")
+)
 
 // deviceRegistration serves memory of devices beside the slab: nixl's, with agents in this process.
 type deviceRegistration interface {
@@ -23,6 +28,8 @@ type deviceRegistration interface {
 
 // DeviceMemory is memory of a device, registered once, that tensors of buffers can lie in: see Buffer.Place.
 type DeviceMemory struct {
+	slab   *Slab
+	device tensor.Device
 	at     nixl.Place
 	served *nixl.DeviceMemory
 
@@ -31,26 +38,46 @@ type DeviceMemory struct {
 	closed bool
 }
 
-// Device makes memory of a device usable for payloads: for those that are put, and as a destination of READs. memoryType is NIXL's
-// name ("VRAM"), addr and bytes name an allocation that the caller owns and keeps until Close. It needs the nixl plane with agents in
-// this process (nixl.Options.Command empty); only NIXL reads it, of own readers as of plain ones. In a process with CUDA the slab's
-// directory has to be in shared memory: NIXL has CUDA register the slab, which takes no file of a disk. The caller closes it before
-// the slab. Errors: ErrNoPlane, and those of nixl.Registration.AddDevice.
-func (s *Slab) Device(ctx context.Context, memoryType string, device int, addr uint64, bytes int64) (*DeviceMemory, error) {
-	kind, err := binding.ParseMemoryType(memoryType)
-	if err != nil || device < 0 || bytes <= 0 {
-		return nil, fmt.Errorf("%w: %d bytes of %q on device %d", transfer.ErrBadRequest, bytes, memoryType, device)
+// Device makes memory of a device usable for payloads: for those that are put, and as a destination of READs. addr and bytes name an
+// allocation that the caller owns and keeps until Close; NIXL takes it as VRAM, as the peers do for all that is not the CPU's. It needs
+// the nixl plane with agents in this process (nixl.Options.Command empty); only NIXL reads it, of own readers as of plain ones. In a
+// process with CUDA the slab's directory has to be in shared memory: NIXL has CUDA register the slab, which takes no file of a disk. The
+// caller closes it before the slab. Errors: ErrNoPlane, and those of nixl.Registration.AddDevice.
+func (s *Slab) Device(ctx context.Context, device tensor.Device, addr uint64, bytes int64) (*DeviceMemory, error) {
+	if device.CPU() || device.Index < 0 || bytes <= 0 {
+		return nil, fmt.Errorf("%w: %d bytes on device %v; give one with its number, such as cuda:0", transfer.ErrBadRequest, bytes, device)
 	}
 	for _, w := range s.ways {
 		if reg, ok := w.reg.(deviceRegistration); ok {
-			d := &DeviceMemory{at: nixl.Place{Type: kind, Addr: addr, Bytes: uint64(bytes), Device: uint64(device)}}
+			d := &DeviceMemory{
+				slab: s, device: device,
+				at: nixl.Place{Type: binding.VRAM, Addr: addr, Bytes: uint64(bytes), Device: uint64(device.Index)},
+			}
+			var err error
 			if d.served, err = reg.AddDevice(ctx, d.at); err != nil {
 				return nil, fmt.Errorf("slab: %w", err)
 			}
+			s.deviceMu.Lock()
+			s.devices[d] = struct{}{}
+			s.deviceMu.Unlock()
 			return d, nil
 		}
 	}
 	return nil, fmt.Errorf("%w: memory of a device needs nixl, here are %s", ErrNoPlane, names(s.Planes()))
+}
+
+// Holder gives the registered memory that a tensor lies in. ErrUnregistered: it lies in none, or not wholly.
+func (s *Slab) Holder(t tensor.Tensor) (*DeviceMemory, error) {
+	at := nixl.Place{Type: binding.VRAM, Addr: t.Addr(), Bytes: uint64(t.Bytes()), Device: uint64(t.Device().Index)}
+	s.deviceMu.Lock()
+	defer s.deviceMu.Unlock()
+	for d := range s.devices {
+		if d.device == t.Device() && d.at.Contains(at) {
+			return d, nil
+		}
+	}
+	return nil, fmt.Errorf("%w: %d bytes at %#x of %v; register the allocation they are in, once, with Slab.Device", ErrUnregistered,
+		t.Bytes(), t.Addr(), t.Device())
 }
 
 // Close ends the registration; nothing reads or writes the memory after it. ErrInUse, and nothing is done: buffers that are not free
@@ -63,6 +90,9 @@ func (d *DeviceMemory) Close() error {
 	}
 	d.closed = true
 	d.mu.Unlock()
+	d.slab.deviceMu.Lock()
+	delete(d.slab.devices, d)
+	d.slab.deviceMu.Unlock()
 	return d.served.Close()
 }
 
@@ -89,8 +119,8 @@ func (b *Buffer) Place(tensor int, d *DeviceMemory, addr uint64, bytes int64) er
 	switch {
 	case b.freed || b.owned || b.writers > 0:
 		return fmt.Errorf("%w: a tensor is placed in a buffer that is in use, or was freed", ErrClosed)
-	case bytes <= 0 || !d.at.Contains(at):
-		return fmt.Errorf("%w: %d bytes at %#x are not in the device memory", ErrMismatch, bytes, addr)
+	case bytes <= 0 || d.slab != b.slab || !d.at.Contains(at):
+		return fmt.Errorf("%w: %d bytes at %#x are not in the device memory, or it is another slab's", ErrMismatch, bytes, addr)
 	case tensor < 0 || tensor >= len(b.spans) || b.spans[tensor].Length > 0 || b.places != nil && b.places[tensor].memory != nil:
 		return fmt.Errorf("%w: tensor %d has a place, or is none", ErrMismatch, tensor)
 	}
@@ -106,6 +136,20 @@ func (b *Buffer) Place(tensor int, d *DeviceMemory, addr uint64, bytes int64) er
 	b.places[tensor] = placed{d, at}
 	b.bytes += bytes
 	return nil
+}
+
+// Tensor gives a tensor of the buffer, wherever it lies, as a view. Errors are those of tensor.New, for a dtype and shape that do not
+// have its bytes.
+func (b *Buffer) Tensor(i int, dtype tensor.DType, shape tensor.Shape) (tensor.Tensor, error) {
+	if b.places == nil || b.places[i].memory == nil {
+		return tensor.New(dtype, shape, b.slices[i])
+	}
+	p := b.places[i]
+	t, err := tensor.OnDevice(dtype, shape, p.memory.device, p.at.Addr)
+	if err == nil && t.Bytes() != int64(p.at.Bytes) {
+		err = fmt.Errorf("%w: tensor %d has %d bytes, a %v of shape %v %d", tensor.ErrShape, i, p.at.Bytes, dtype, shape, t.Bytes())
+	}
+	return t, err
 }
 
 // size is that of one tensor, wherever it lies.
@@ -127,8 +171,8 @@ func (b *Buffer) place(tensor int, base uint64) nixl.Place {
 	return b.places[tensor].at
 }
 
-// onDevice says whether a tensor lies in device memory.
-func (b *Buffer) onDevice() bool {
+// OnDevice says whether a tensor lies in device memory.
+func (b *Buffer) OnDevice() bool {
 	return slices.ContainsFunc(b.places, func(p placed) bool { return p.memory != nil })
 }
 

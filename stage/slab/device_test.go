@@ -25,6 +25,8 @@ func vram(t testing.TB, n int) (bytes []byte, addr uint64) {
 	return b, uint64(uintptr(unsafe.Pointer(&b[0])))
 }
 
+func cuda(index int) tensor.Device { return tensor.Device{Kind: "cuda", Index: index} }
+
 // putMixed publishes three tensors: of the slab, of device memory, without elements, and of device memory again.
 func putMixed(t testing.TB, s *Slab, d *DeviceMemory, bytes []byte, addr, seed uint64) *Payload {
 	t.Helper()
@@ -37,7 +39,7 @@ func putMixed(t testing.TB, s *Slab, d *DeviceMemory, bytes []byte, addr, seed u
 	must(t, b.Place(1, d, addr+8192, 5000))
 	must(t, b.Place(3, d, addr+100, 700))
 	specs := describe(sizes).Specs
-	specs[1].Device, specs[3].Device = tensor.Device{Kind: "cuda", Index: 1}, tensor.Device{Kind: "cuda", Index: 1}
+	specs[1].Device, specs[3].Device = cuda(1), cuda(1)
 	return b.Payload(specs)
 }
 
@@ -47,7 +49,7 @@ func TestMixedPayloadsHaveAGroupForEachMemoryTypeAndGlobalIndices(t *testing.T) 
 	leaks(t, dir)
 	producer, consumer := newSlab(t, dir, "a", 1<<20, a), newSlab(t, dir, "b", 1<<20, b)
 	bytes, addr := vram(t, 1<<20)
-	d, err := producer.Device(patient(t), "VRAM", 1, addr, 1<<20)
+	d, err := producer.Device(patient(t), cuda(1), addr, 1<<20)
 	must(t, err)
 	p := putMixed(t, producer, d, bytes, addr, 11)
 
@@ -87,7 +89,7 @@ func TestMixedPayloadsHaveAGroupForEachMemoryTypeAndGlobalIndices(t *testing.T) 
 	} else if string(now.Agent) == "" {
 		t.Error("no metadata")
 	}
-	if _, err := producer.Device(patient(t), "VRAM", 1, addr, 1<<20); err != nil {
+	if _, err := producer.Device(patient(t), cuda(1), addr, 1<<20); err != nil {
 		t.Errorf("registered again: %v", err)
 	}
 }
@@ -100,10 +102,10 @@ func TestReadsGoIntoDeviceMemory(t *testing.T) {
 	leaks(t, dir)
 	producer, consumer := newSlab(t, dir, "a", 1<<20, a), newSlab(t, dir, "b", 1<<20, b, local)
 	from, fromAddr := vram(t, 1<<20)
-	source, err := producer.Device(patient(t), "VRAM", 1, fromAddr, 1<<20)
+	source, err := producer.Device(patient(t), cuda(1), fromAddr, 1<<20)
 	must(t, err)
 	to, toAddr := vram(t, 1<<20)
-	dest, err := consumer.Device(patient(t), "VRAM", 0, toAddr, 1<<20)
+	dest, err := consumer.Device(patient(t), cuda(0), toAddr, 1<<20)
 	must(t, err)
 
 	mixed := putMixed(t, producer, source, from, fromAddr, 21)
@@ -161,25 +163,23 @@ func TestImpossibleDeviceMemoryIsRefused(t *testing.T) {
 	leaks(t, dir)
 	s, without := newSlab(t, dir, "a", 1<<20, plane), newSlab(t, dir, "b", 1<<20, local)
 	_, addr := vram(t, 1<<20)
-	if _, err := without.Device(t.Context(), "VRAM", 0, addr, 1); !errors.Is(err, ErrNoPlane) {
+	if _, err := without.Device(t.Context(), cuda(0), addr, 1); !errors.Is(err, ErrNoPlane) {
 		t.Errorf("without nixl: %v", err)
 	}
-	d, err := s.Device(t.Context(), "VRAM", 0, addr, 1<<20)
+	d, err := s.Device(t.Context(), cuda(0), addr, 1<<20)
 	must(t, err)
 	defer d.Close()
-	other, err := s.Device(t.Context(), "VRAM", 1, addr, 1<<20) // another device may have the same addresses
+	other, err := s.Device(t.Context(), cuda(1), addr, 1<<20) // another device may have the same addresses
 	must(t, err)
 	for name, c := range map[string]struct {
-		kind   string
-		device int
+		device tensor.Device
 		addr   uint64
 		bytes  int64
 	}{
-		"an unknown type": {"TAPE", 0, addr, 1}, "a negative device": {"VRAM", -1, addr, 1}, "no bytes": {"VRAM", 2, addr, 0},
-		"address 0": {"VRAM", 2, 0, 1}, "an address that wraps": {"VRAM", 2, 1<<64 - 1, 2}, "registered": {"VRAM", 0, addr + 100, 1},
-		"the slab": {"DRAM", 0, s.base(), 100},
+		"the CPU": {tensor.Device{}, addr, 1}, "a device without a number": {cuda(-1), addr, 1}, "no bytes": {cuda(2), addr, 0},
+		"address 0": {cuda(2), 0, 1}, "an address that wraps": {cuda(2), 1<<64 - 1, 2}, "registered": {cuda(0), addr + 100, 1},
 	} {
-		if _, err := s.Device(t.Context(), c.kind, c.device, c.addr, c.bytes); !errors.Is(err, transfer.ErrBadRequest) {
+		if _, err := s.Device(t.Context(), c.device, c.addr, c.bytes); !errors.Is(err, transfer.ErrBadRequest) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -216,7 +216,7 @@ func TestDeviceMemoryNeedsAgentsInThisProcess(t *testing.T) {
 	dir := transfertest.Dir(t)
 	s := newSlab(t, dir, "a", 1<<20, plane)
 	_, addr := vram(t, 4096)
-	if _, err := s.Device(t.Context(), "VRAM", 0, addr, 4096); !errors.Is(err, transfer.ErrBadRequest) {
+	if _, err := s.Device(t.Context(), cuda(0), addr, 4096); !errors.Is(err, transfer.ErrBadRequest) {
 		t.Error(err)
 	}
 }
@@ -231,13 +231,13 @@ func TestAFailedRegistrationOfDeviceMemoryLeavesNothing(t *testing.T) {
 	_, addr := vram(t, 4096)
 	_, before, _, _ := f.Live()
 	f.Fail(binding.FakeRegister, 0, binding.StatusBackend)
-	if _, err := s.Device(t.Context(), "VRAM", 0, addr, 4096); !errors.Is(err, transfer.ErrBadRequest) {
+	if _, err := s.Device(t.Context(), cuda(0), addr, 4096); !errors.Is(err, transfer.ErrBadRequest) {
 		t.Error(err)
 	}
 	if _, after, _, _ := f.Live(); after != before {
 		t.Errorf("%d registrations, %d before", after, before)
 	}
-	d, err := s.Device(t.Context(), "VRAM", 0, addr, 4096)
+	d, err := s.Device(t.Context(), cuda(0), addr, 4096)
 	must(t, err)
 	must(t, d.Close())
 	if _, after, _, _ := f.Live(); after != before {

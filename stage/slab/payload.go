@@ -100,7 +100,7 @@ func (p *Payload) Offer(ctx context.Context, id string, ask *wire.FerryRequest, 
 		return p.err
 	case ask == nil || m.Ferry == nil:
 		return p.offerPlain(id, m)
-	case p.b.onDevice():
+	case p.b.OnDevice():
 		if !slices.Contains(ask.Planes, transfer.NIXL) {
 			return fmt.Errorf("%w: the reader takes %s, device memory needs nixl", ErrNoPlane, names(ask.Planes))
 		}

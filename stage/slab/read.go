@@ -41,7 +41,7 @@ func (s *Slab) Read(ctx context.Context, m *wire.Metadata, into *Buffer) (plane 
 	case into.bytes == 0:
 		into.end()
 		return Inline, nil
-	case into.onDevice() || f == nil || f.Inline == nil && len(f.Offsets) == 0:
+	case into.OnDevice() || f == nil || f.Inline == nil && len(f.Offsets) == 0:
 		return s.readPlaces(ctx, m, into)
 	case f.Inline != nil:
 		defer into.end()

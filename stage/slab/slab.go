@@ -68,8 +68,15 @@ type Slab struct {
 	log    *slog.Logger
 	region *region.Region
 	pool   []byte
-	space  space
 	ways   []*way // by preference
+
+	gets     space // all of it until it is divided
+	puts     space // the end of it, once divided
+	divided  atomic.Bool
+	dividing sync.Mutex
+
+	deviceMu sync.Mutex
+	devices  map[*DeviceMemory]struct{} // that are not closed
 
 	payloads atomic.Uint64 // numbers them
 	work     sync.WaitGroup
@@ -105,8 +112,9 @@ func New(ctx context.Context, o Options) (*Slab, error) {
 	if err != nil {
 		return nil, fmt.Errorf("slab: %w", err)
 	}
-	s := &Slab{log: o.Log, region: r, pool: r.Pool(), closed: make(chan struct{})}
-	s.space.init(blocks)
+	s := &Slab{log: o.Log, region: r, pool: r.Pool(), closed: make(chan struct{}), devices: map[*DeviceMemory]struct{}{}}
+	s.gets.init(0, blocks, Align)
+	s.puts.init(blocks, 0, Align)
 	for _, p := range o.Planes {
 		if err = s.register(ctx, p); err != nil {
 			break
@@ -163,8 +171,29 @@ func (s *Slab) tidy() {
 // Bytes is the size of the slab.
 func (s *Slab) Bytes() int64 { return int64(len(s.pool)) }
 
+// Divide sets a part of the slab aside for AllocPut, whole pages; Alloc has the rest. So who waits for room to put never waits for
+// what was got, however many do so while they hold what they got. It gives the size of that part. A slab is divided once, before anything
+// of it is in use, by whoever comes first; later calls only tell. ErrMismatch: nothing would be left, or some of it is in use.
+func (s *Slab) Divide(puts int64) (int64, error) {
+	s.dividing.Lock()
+	defer s.dividing.Unlock()
+	if s.divided.Load() {
+		return s.puts.bytes(), nil
+	}
+	blocks, all := blocksFor(puts), len(s.pool)/blockBytes
+	if puts <= 0 || blocks >= all {
+		return 0, fmt.Errorf("%w: %d bytes for puts of a slab of %d", ErrMismatch, puts, s.Bytes())
+	}
+	if !s.gets.resize(0, all-blocks) {
+		return 0, fmt.Errorf("%w: a slab is divided before anything of it is in use, and %d bytes are", ErrMismatch, s.Used())
+	}
+	s.puts.resize(all-blocks, blocks)
+	s.divided.Store(true)
+	return s.puts.bytes(), nil
+}
+
 // Used is the bytes in buffers that are not free, those in quarantine included. A buffer takes whole pages.
-func (s *Slab) Used() int64 { return s.space.used() * blockBytes }
+func (s *Slab) Used() int64 { return (s.gets.used() + s.puts.used()) * blockBytes }
 
 // Path is the region file's.
 func (s *Slab) Path() string { return s.region.Path() }
@@ -179,10 +208,13 @@ func (s *Slab) Close(ctx context.Context) error {
 
 func (s *Slab) close(ctx context.Context) error {
 	var err error
-	select {
-	case <-s.space.close():
-	case <-ctx.Done():
-		err = fmt.Errorf("slab: %d bytes are still in use: %w", s.Used(), ctx.Err())
+	gets, puts := s.gets.close(), s.puts.close()
+	for _, idle := range []<-chan struct{}{gets, puts} {
+		select {
+		case <-idle:
+		case <-ctx.Done():
+			err = fmt.Errorf("slab: %d bytes are still in use: %w", s.Used(), ctx.Err())
+		}
 	}
 	s.gate.Lock()
 	close(s.closed)
@@ -212,7 +244,7 @@ func (s *Slab) close(ctx context.Context) error {
 	case <-patience.C:
 		return errors.Join(err, fmt.Errorf("slab: a plane does not let go of the memory: %w", context.DeadlineExceeded), s.region.Unlink())
 	}
-	if s.space.used() > 0 {
+	if s.Used() > 0 {
 		return errors.Join(err, s.region.Unlink()) // whoever has the buffers may still touch them
 	}
 	return errors.Join(err, s.region.Close(true))

@@ -13,25 +13,77 @@ import (
 	"github.com/tensorferry/tensorferry/transfer"
 )
 
-// space is which blocks are free, and who waits for some.
+// space is which blocks of a piece of memory are free, and who waits for some.
 type space struct {
+	align int64 // where a tensor begins: a multiple of it
+
 	mu     sync.Mutex
-	free   *region.Allocator
+	first  int // the piece's first block
 	blocks int
+	free   *region.Allocator
 	queue  list.List // of *waiting, the first come first
 	closed bool
 	idle   chan struct{} // closed when closed and no block is used
 }
 
-// waiting is an Alloc that found no room.
+// holding is what one buffer has of one space. Guarded by the space once it has some.
+type holding struct {
+	space   *space
+	blocks  int
+	spans   []region.Span // of each tensor in the memory that the space is of; one without bytes is nowhere
+	extents []region.Extent
+
+	// What most buffers need, so that they are one allocation.
+	one     [1]region.Extent
+	oneSpan [1]region.Span
+}
+
+// waiting is one who found no room.
 type waiting struct {
-	b    *Buffer
-	done chan struct{} // closed with the lock held, when b has its blocks or err is set
+	h    *holding
+	done chan struct{} // closed with the lock held, when h has its blocks or err is set
 	err  error
 }
 
-func (p *space) init(blocks int) {
-	p.free, p.blocks, p.idle = region.NewAllocator(blocks), blocks, make(chan struct{})
+func (p *space) init(first, blocks int, align int64) {
+	p.align, p.idle = align, make(chan struct{})
+	p.free = region.NewAllocator(0)
+	p.resize(first, blocks)
+}
+
+// resize makes it another piece of memory. It is false, and nothing is done, if any of it is in use or wanted.
+func (p *space) resize(first, blocks int) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed || p.free.FreeBlocks() < p.blocks || p.queue.Len() > 0 {
+		return false
+	}
+	p.first, p.blocks, p.free = first, blocks, region.NewAllocator(blocks)
+	return true
+}
+
+// bytes is the size of the piece.
+func (p *space) bytes() int64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return int64(p.blocks) * blockBytes
+}
+
+// want says what h is to have: room for tensors of those sizes.
+func (p *space) want(h *holding, sizes []int64) (bytes int64, err error) {
+	if bytes, h.blocks, err = measure(sizes, p.align); err != nil {
+		return 0, err
+	}
+	h.space = p
+	if len(sizes) == 1 {
+		h.spans = h.oneSpan[:]
+	} else {
+		h.spans = make([]region.Span, len(sizes))
+	}
+	for i, n := range sizes {
+		h.spans[i].Length = n
+	}
+	return bytes, nil
 }
 
 // used counts blocks.
@@ -63,11 +115,8 @@ func (p *space) checkIdle() {
 	}
 }
 
-// take gives b its blocks, waiting for them in the order of calls.
-func (p *space) take(ctx context.Context, b *Buffer) error {
-	if b.blocks > p.blocks {
-		return fmt.Errorf("%w: %d bytes in %d tensors, the slab has %d", ErrTooLarge, b.bytes, len(b.spans), int64(p.blocks)*blockBytes)
-	}
+// take gives h its blocks, waiting for them in the order of calls.
+func (p *space) take(ctx context.Context, h *holding) error {
 	if err := ctx.Err(); err != nil {
 		return fmt.Errorf("slab: %w", err)
 	}
@@ -76,11 +125,14 @@ func (p *space) take(ctx context.Context, b *Buffer) error {
 	case p.closed:
 		p.mu.Unlock()
 		return ErrClosed
-	case p.queue.Len() == 0 && p.place(b):
+	case h.blocks > p.blocks:
+		defer p.mu.Unlock()
+		return fmt.Errorf("%w: %d bytes in %d tensors, here are %d for all", ErrTooLarge, int64(h.blocks)*blockBytes, len(h.spans), int64(p.blocks)*blockBytes)
+	case p.queue.Len() == 0 && p.place(h):
 		p.mu.Unlock()
 		return nil
 	}
-	w := &waiting{b: b, done: make(chan struct{})}
+	w := &waiting{h: h, done: make(chan struct{})}
 	e := p.queue.PushBack(w)
 	p.mu.Unlock()
 	select {
@@ -97,17 +149,17 @@ func (p *space) take(ctx context.Context, b *Buffer) error {
 	}
 	p.queue.Remove(e)
 	p.serve() // it may have been the one in the way
-	return fmt.Errorf("slab: waiting for %d bytes of room: %w", b.bytes, ctx.Err())
+	return fmt.Errorf("slab: waiting for %d bytes of room: %w", int64(h.blocks)*blockBytes, ctx.Err())
 }
 
-// give takes b's blocks back.
-func (p *space) give(b *Buffer) {
+// give takes h's blocks back.
+func (p *space) give(h *holding) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if err := p.free.Free(b.extents); err != nil {
+	if err := p.free.Free(h.extents); err != nil {
 		panic("slab: " + err.Error()) // a buffer is given back once: see Buffer.settle
 	}
-	b.extents = nil
+	h.extents = nil
 	p.serve()
 	p.checkIdle()
 }
@@ -116,7 +168,7 @@ func (p *space) give(b *Buffer) {
 func (p *space) serve() {
 	for e := p.queue.Front(); e != nil; e = p.queue.Front() {
 		w := e.Value.(*waiting)
-		if !p.place(w.b) {
+		if !p.place(w.h) {
 			return
 		}
 		p.queue.Remove(e)
@@ -124,55 +176,59 @@ func (p *space) serve() {
 	}
 }
 
-// place finds room for b: one extent, or else, where there is too little in one place, one for each tensor. With the lock.
-func (p *space) place(b *Buffer) bool {
-	if b.blocks == 0 {
+// place finds room for h: one extent, or else, where there is too little in one place, one for each tensor. With the lock.
+func (p *space) place(h *holding) bool {
+	if h.blocks == 0 {
 		return true
 	}
 	var ok bool
-	if b.extents, ok = p.free.AppendAlloc(b.one[:0], b.blocks, 1); ok {
-		at := int64(b.extents[0].Start) * blockBytes
-		for i := range b.spans {
-			b.spans[i].Offset = at
-			at += align(b.spans[i].Length)
+	if h.extents, ok = p.free.AppendAlloc(h.one[:0], h.blocks, 1); ok {
+		at := p.offset(h.extents[0])
+		for i := range h.spans {
+			h.spans[i].Offset = at
+			at += roundUp(h.spans[i].Length, p.align)
 		}
 		return true
 	}
 	// A grant of one extent is one span; of scattered ones it must not have too many.
-	return len(b.spans) > 1 && len(b.spans) <= transfer.MaxSpans && p.scatter(b)
+	return len(h.spans) > 1 && len(h.spans) <= transfer.MaxSpans && p.scatter(h)
 }
 
+// offset is where an extent begins, in bytes.
+func (p *space) offset(e region.Extent) int64 { return (int64(p.first) + int64(e.Start)) * blockBytes }
+
 // scatter gives each tensor an extent of its own, the largest first, since that is the hardest to place.
-func (p *space) scatter(b *Buffer) bool {
-	order := make([]int, len(b.spans))
+func (p *space) scatter(h *holding) bool {
+	order := make([]int, len(h.spans))
 	for i := range order {
 		order[i] = i
 	}
-	slices.SortStableFunc(order, func(i, j int) int { return cmp.Compare(b.spans[j].Length, b.spans[i].Length) })
+	slices.SortStableFunc(order, func(i, j int) int { return cmp.Compare(h.spans[j].Length, h.spans[i].Length) })
 	var extents []region.Extent
 	for _, i := range order {
-		if b.spans[i].Length == 0 {
+		if h.spans[i].Length == 0 {
 			break
 		}
 		var ok bool
-		if extents, ok = p.free.AppendAlloc(extents, blocksFor(b.spans[i].Length), 1); !ok {
+		if extents, ok = p.free.AppendAlloc(extents, blocksFor(h.spans[i].Length), 1); !ok {
 			if err := p.free.Free(extents); err != nil {
 				panic("slab: " + err.Error()) // they were given a moment ago
 			}
 			return false
 		}
-		b.spans[i].Offset = int64(extents[len(extents)-1].Start) * blockBytes
+		h.spans[i].Offset = p.offset(extents[len(extents)-1])
 	}
-	b.extents = extents
+	h.extents = extents
 	return true
 }
 
-func align(n int64) int64 { return (n + Align - 1) &^ (Align - 1) }
+// roundUp needs a power of 2.
+func roundUp(n, to int64) int64 { return (n + to - 1) &^ (to - 1) }
 
 func blocksFor(n int64) int { return int((n + blockBytes - 1) / blockBytes) }
 
-// measure gives the bytes and the blocks of tensors of those sizes in one extent.
-func measure(sizes []int64) (bytes int64, blocks int, err error) {
+// measure gives the bytes and the blocks of tensors of those sizes in one extent, each aligned.
+func measure(sizes []int64, align int64) (bytes int64, blocks int, err error) {
 	room := int64(0)
 	for i, n := range sizes {
 		if n < 0 {
@@ -182,7 +238,7 @@ func measure(sizes []int64) (bytes int64, blocks int, err error) {
 			return 0, 0, fmt.Errorf("%w: tensor %d of %d bytes", ErrTooLarge, i, n)
 		}
 		bytes += n
-		room += align(n)
+		room += roundUp(n, align)
 	}
 	return bytes, blocksFor(room), nil
 }

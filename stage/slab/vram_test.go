@@ -115,7 +115,7 @@ func vramSlab(t testing.TB, name string, g *gpu, n int64) (s *Slab, d *DeviceMem
 	must(t, err)
 	t.Cleanup(func() { must(t, os.Remove(dir)) })
 	s = newSlab(t, dir, name, 8<<20, p)
-	d, err = s.Device(patient(t), "VRAM", g.number, addr, n)
+	d, err = s.Device(patient(t), tensor.Device{Kind: "cuda", Index: g.number}, addr, n)
 	must(t, err)
 	t.Cleanup(func() { must(t, d.Close()) })
 	return s, d, addr
@@ -141,7 +141,7 @@ func TestVRAMProducerProcess(t *testing.T) {
 	host := make([]int64, len(sizes))
 	for i, n := range sizes {
 		if i%2 == 0 {
-			total += align(n)
+			total += roundUp(n, Align)
 		} else {
 			host[i] = n
 		}
@@ -160,7 +160,7 @@ func TestVRAMProducerProcess(t *testing.T) {
 		g.write(at, want)
 		must(t, b.Place(i, d, at, n))
 		specs[i].Device = tensor.Device{Kind: "cuda", Index: g.number}
-		at += uint64(align(n))
+		at += uint64(roundUp(n, Align))
 	}
 	p := b.Payload(specs)
 	defer p.Release()
