@@ -255,7 +255,7 @@ func BenchmarkFetch(b *testing.B) {
 }
 
 // discard is a router that takes everything.
-type discard struct{}
+type discard struct{ small }
 
 func (discard) Send(string, []byte) error { return nil }
 

@@ -56,6 +56,8 @@ func newTestNet(t testing.TB) *testNet { return &testNet{t: t, hosts: map[string
 
 // testHost is what listens, or does not, at an address.
 type testHost struct {
+	small
+
 	net    *testNet
 	addr   string
 	port   int

@@ -534,7 +534,7 @@ func TestAFloodOfAcksReadsOnce(t *testing.T) {
 		p := newPair(t, pairOptions{})
 		save(t, p.pcache, "img", 4)
 		p.host.set(0, nil)
-		router := &flood{p.host}
+		router := &flood{to: p.host}
 		p.producer.serve(router)
 		wantOutcome(t, p.consumer.Fetch(bg, "img", announced(4), 1), FetchReady)
 		wantBytes(t, p.ccache, "img")
@@ -547,7 +547,10 @@ func TestAFloodOfAcksReadsOnce(t *testing.T) {
 }
 
 // flood says everything a thousand times.
-type flood struct{ to messenger }
+type flood struct {
+	small
+	to messenger
+}
 
 func (f *flood) Send(id string, body []byte) error {
 	for range 1000 {

@@ -13,9 +13,9 @@ import (
 	"github.com/tensorferry/tensorferry/transfer"
 )
 
-// Limits of what peers may hold. Below minGrants no share of the pool refuses anything, so that a small pool can still serve.
+// Limits of what peers may hold.
 const (
-	minGrants          = 1024
+	minGrants          = 1024    // a source that has fewer is told to come again where it is over a share, others that there is nothing
 	maxSourceGrants    = 1 << 16 // of one source, however little they keep in place
 	maxSessions        = 4       // sessions with grants on one connection
 	maxDescriptors     = 8       // acks of one plain session that carry the descriptor before its first READ is complete
@@ -74,7 +74,7 @@ type plainSession struct {
 
 	conn    string         // routing id of the connection that asked last
 	gone    time.Time      // when that connection ended; zero while it stands
-	knows   []*incarnation // that acks to this session named
+	knows   []*incarnation // of a process that died, which may have told it of them
 	moved   *incarnation   // the newest on which a READ is complete that can have used no other
 	movedAt time.Time
 }
@@ -220,27 +220,37 @@ func (t *grantTable) descriptorDue(session string, agent *incarnation) bool {
 	return true
 }
 
-// overLimit names the limit that one more grant would break, or "".
-func (p *Producer) overLimit(g *grant) string {
+// overLimit names the limit that one more grant would break, and the answer to that; OK if there is none.
+func (p *Producer) overLimit(g *grant) (limit string, answer wire.Status) {
 	if s := p.grants.sessions[g.conn]; s[g.session] == 0 && len(s) >= maxSessions {
-		return fmt.Sprintf("%d sessions a connection", maxSessions)
+		return fmt.Sprintf("%d sessions a connection", maxSessions), wire.NackMissing
 	}
-	if g.pool.bySource.of(g.source).grants >= maxSourceGrants {
-		return fmt.Sprintf("%d grants to one source", maxSourceGrants)
-	}
-	over := func(u *usage, share float64) bool {
-		return u.grants >= minGrants && float64(u.with(g)) > share*float64(g.pool.blocks)
-	}
-	if over(g.pool.bySource.of(g.source), p.o.SourceShare) {
-		return fmt.Sprintf("%.0f%% of the pool to one source", 100*p.o.SourceShare)
-	}
-	if over(&g.pool.total, p.o.TotalShare) {
-		return fmt.Sprintf("%.0f%% of the pool to all peers", 100*p.o.TotalShare)
+	source := g.pool.bySource.of(g.source)
+	if source.grants >= maxSourceGrants {
+		return fmt.Sprintf("%d grants to one source", maxSourceGrants), wire.NackMissing
 	}
 	if g.plain {
-		return g.pool.overBurned(g.source)
+		if limit := g.pool.overBurned(g.source); limit != "" {
+			return limit, wire.NackMissing
+		}
 	}
-	return ""
+	// Blocks that are kept in place already cost nothing more. Whatever its size, one entry can be had.
+	over := func(u *usage, share float64) bool {
+		with := u.with(g)
+		return u.grants > 0 && with > u.blocks && float64(with) > share*float64(g.pool.blocks)
+	}
+	switch {
+	case over(source, p.o.SourceShare):
+		limit = fmt.Sprintf("%.0f%% of the pool to one source", 100*p.o.SourceShare)
+	case over(&g.pool.total, p.o.TotalShare):
+		limit = fmt.Sprintf("%.0f%% of the pool to all peers", 100*p.o.TotalShare)
+	default:
+		return "", wire.OK
+	}
+	if source.grants < minGrants {
+		return limit, wire.NackNotReady // a burst of large entries: there is room when the first of them have been READ
+	}
+	return limit, wire.NackMissing
 }
 
 // How a grant ends.

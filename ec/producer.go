@@ -31,9 +31,9 @@ type ProducerOptions struct {
 	Log        *slog.Logger // nil: slog.Default()
 
 	// SourceShare and TotalShare are the parts of a pool's blocks that may be under grants to one source address (default
-	// 0.25) and to all together (default 0.5). A source, or the pool, with fewer than 1,024 grants is never refused by them.
-	// A request over a limit is answered MISSING, so that the peer encodes for itself at once; NOT_READY would make it ask
-	// again and again.
+	// 0.25) and to all together (default 0.5), so that there is always room for saves and for other peers. A source that has no
+	// grant is not refused by its share, however large the entry. A request over a share is answered NOT_READY, and MISSING if the
+	// source has 1,024 grants: then it reads too little of what it takes to be told to ask again.
 	SourceShare, TotalShare float64
 }
 
@@ -52,6 +52,7 @@ type ServedPool struct {
 // messenger is what a Producer needs of a control.Router.
 type messenger interface {
 	Send(id string, body []byte) error
+	SendShared(id string, head []byte, tail *control.Shared) error
 }
 
 // offering is a registration of a pool on one plane.
@@ -143,7 +144,6 @@ func (p *Producer) register(ctx context.Context, sp ServedPool) error {
 	}
 	pool := &servedPool{
 		cache: sp.Cache, compat: sp.Compat, blocks: sp.Cache.Stats().Blocks, bySource: usages{}, burnedBy: usages{},
-		rotation: rotation{moved: make(chan struct{}, 1)},
 	}
 	p.pools[hash] = pool
 	p.order = append(p.order, pool)
@@ -203,30 +203,39 @@ func (p *Producer) Message(from control.Source, body []byte) {
 	}
 }
 
+// answer is an ack to be sent.
+type answer struct {
+	ack       wire.Ack
+	shared    *control.Shared // nil, or what ack.MemDescriptor would be
+	described bool            // it has a descriptor
+}
+
 // request answers one XferReq.
 func (p *Producer) request(from control.Source, r *wire.Request) {
 	own := r.Ferry != nil && r.Ferry.V >= wire.ExtensionVersion
-	ack := wire.Ack{Key: r.Key}
+	a := answer{ack: wire.Ack{Key: r.Key}}
 	if own {
-		ack.Ferry = p.ferry(from, r)
+		a.ack.Ferry = p.ferry(from, r)
 	}
 	var fresh *grant
 	pool, status := p.screen(from, r)
 	if status == wire.OK {
-		fresh, status = p.grant(from, r, pool, own, &ack)
+		fresh, status = p.grant(from, r, pool, own, &a)
 	}
-	ack.Status = status
+	a.ack.Status = status
 	p.count(func(s *ProducerStats) {
 		if int(status) < len(s.Acks) {
 			s.Acks[status]++
 		}
 	})
-	err := p.send(from.ID, wire.AppendAck(nil, &ack))
+	err := p.send(from.ID, &a)
 	if err == nil || status != wire.OK {
 		return
 	}
 	if !own {
-		p.unsent(grantKey{pool, true, r.Session, r.Key}, len(ack.MemDescriptor) > 0)
+		if g := p.unsent(grantKey{pool, true, r.Session, r.Key}, a.described); g != nil {
+			p.end(g, endVerified)
+		}
 	}
 	if fresh != nil {
 		// Nobody will ever hear of this grant.
@@ -234,11 +243,11 @@ func (p *Producer) request(from control.Source, r *wire.Request) {
 	}
 	if errors.Is(err, control.ErrQueueFull) {
 		// Large acks wait in line where small ones pass.
-		nack := wire.Ack{Key: r.Key, Status: wire.NackNotReady}
+		nack := answer{ack: wire.Ack{Key: r.Key, Status: wire.NackNotReady}}
 		if own {
-			nack.Ferry = p.ferry(from, r)
+			nack.ack.Ferry = p.ferry(from, r)
 		}
-		_ = p.send(from.ID, wire.AppendAck(nil, &nack))
+		_ = p.send(from.ID, &nack)
 	}
 }
 
@@ -282,7 +291,7 @@ func (p *Producer) screen(from control.Source, r *wire.Request) (*servedPool, wi
 
 // grant pins the entry and fills in the ack. It returns the grant if it is new, so that it can be taken back if the ack cannot
 // be sent.
-func (p *Producer) grant(from control.Source, r *wire.Request, pool *servedPool, own bool, ack *wire.Ack) (*grant, wire.Status) {
+func (p *Producer) grant(from control.Source, r *wire.Request, pool *servedPool, own bool, a *answer) (*grant, wire.Status) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed {
@@ -296,7 +305,7 @@ func (p *Producer) grant(from control.Source, r *wire.Request, pool *servedPool,
 		p.grants.renew(g, from.ID, time.Now().Add(p.lease))
 		p.arm()
 		p.stats.Renewals++
-		p.fill(ack, g, r)
+		p.fill(a, g, r)
 		return nil, wire.OK
 	}
 
@@ -323,17 +332,17 @@ func (p *Producer) grant(from control.Source, r *wire.Request, pool *servedPool,
 	p.arm()
 	p.stats.Granted++
 	p.stats.BytesGranted += uint64(g.info.Spec.Bytes)
-	p.fill(ack, g, r)
+	p.fill(a, g, r)
 	return g, wire.OK
 }
 
 // offer decides whether the grant may be made and readies it on the planes that it will be read by. On anything but OK nothing
 // is left on any plane.
 func (p *Producer) offer(from control.Source, r *wire.Request, g *grant) wire.Status {
-	if why := p.overLimit(g); why != "" {
+	if limit, answer := p.overLimit(g); answer != wire.OK {
 		p.stats.Capped++
-		p.log.warn("capped", from.Addr, "a peer is over a limit of grants: answered NACK_MISSING", "limit", why)
-		return wire.NackMissing
+		p.log.warn("capped", from.Addr, "a peer is over a limit of grants", "limit", limit, "answered", answer)
+		return answer
 	}
 	g.id = newGrantID()
 	if g.plain {
@@ -373,13 +382,13 @@ func (p *Producer) offer(from control.Source, r *wire.Request, g *grant) wire.St
 }
 
 // fill writes what an OK ack says about a grant.
-func (p *Producer) fill(ack *wire.Ack, g *grant, r *wire.Request) {
-	ack.Session = g.session
+func (p *Producer) fill(a *answer, g *grant, r *wire.Request) {
+	a.ack.Session = g.session
 	if g.plain {
-		p.fillPlain(ack, g)
+		p.fillPlain(a, g)
 		return
 	}
-	f := ack.Ferry
+	f := a.ack.Ferry
 	f.Gen, f.Slot, f.Grant = g.info.Gen, uint32(g.info.Slot), g.id
 	f.Rows, f.Bytes = g.info.Spec.Shape[0], g.info.Spec.Bytes
 	f.LeaseMS = p.lease.Milliseconds()
@@ -425,7 +434,8 @@ func (p *Producer) verify(from control.Source, v *wire.Verify) {
 			s.VerifiesFailed++
 		}
 	})
-	_ = p.send(from.ID, wire.AppendVerified(nil, &wire.Verified{Key: v.Key, Session: v.Session, Grant: v.Grant, Gen: v.Gen, OK: ok}))
+	body := wire.AppendVerified(nil, &wire.Verified{Key: v.Key, Session: v.Session, Grant: v.Grant, Gen: v.Gen, OK: ok})
+	_ = p.sendBy(func(r messenger) error { return r.Send(from.ID, body) })
 }
 
 // pulled counts as uses of entries what own peers read without asking, and ends a hold for each. It says nothing of generations that are
@@ -464,14 +474,23 @@ func (p *Producer) notified(pool *servedPool, n transfer.Notification) {
 	}
 }
 
-// send is the only I/O of the control goroutine.
-func (p *Producer) send(id string, body []byte) error {
+func (p *Producer) send(id string, a *answer) error {
+	return p.sendBy(func(r messenger) error {
+		if a.shared != nil {
+			return r.SendShared(id, wire.AppendAckHead(nil, &a.ack, a.shared.Len()), a.shared)
+		}
+		return r.Send(id, wire.AppendAck(nil, &a.ack))
+	})
+}
+
+// sendBy is the only I/O of the control goroutine.
+func (p *Producer) sendBy(send func(messenger) error) error {
 	p.mu.Lock()
 	r := p.router
 	p.mu.Unlock()
 	err := control.ErrClosed
 	if r != nil {
-		err = r.Send(id, body)
+		err = send(r)
 	}
 	if err != nil {
 		p.count(func(s *ProducerStats) { s.SendFailed++ })

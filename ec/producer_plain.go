@@ -36,9 +36,32 @@ func (p *Producer) refusePlain(from control.Source, r *wire.Request, pool *serve
 // incarnation is one life of the agent that serves plain peers.
 type incarnation struct {
 	metadata   []byte
-	descriptor []byte // of the whole pool
+	descriptor descriptor
 	gone       <-chan struct{}
-	since      time.Time // taken over from a process that died; zero: this process started it
+	acked      time.Time // not before the last ack that named it
+	inherited  bool      // from a process that died, at acked
+}
+
+// descriptor is an encoded mem_descriptor of a whole pool, megabytes of a large one. All peers are sent the same.
+type descriptor struct {
+	shared *control.Shared // nil: it is small, or could not be shared
+	bytes  []byte          // if so
+}
+
+// shareFrom is the least size of a descriptor that is worth sharing.
+const shareFrom = 64 << 10
+
+func (p *Producer) describe(base uint64, pool *servedPool) descriptor {
+	b := wire.AppendMemDescriptor(nil, base, pool.blocks, pool.compat.BlockBytes)
+	if len(b) < shareFrom {
+		return descriptor{bytes: b}
+	}
+	shared, err := control.NewShared(b)
+	if err != nil {
+		p.log.warn("descriptor", "", "the descriptor of a pool is copied for each plain peer", "err", err)
+		return descriptor{bytes: b}
+	}
+	return descriptor{shared: shared}
 }
 
 func (i *incarnation) over() bool {
@@ -61,7 +84,7 @@ func (p *Producer) agent(pool *servedPool) *incarnation {
 	}
 	i := &incarnation{
 		metadata:   metadata,
-		descriptor: wire.AppendMemDescriptor(nil, base, pool.blocks, pool.compat.BlockBytes),
+		descriptor: p.describe(base, pool),
 		gone:       gone,
 	}
 	pool.agent = i
@@ -122,8 +145,8 @@ func (p *Producer) agentGone(pool *servedPool) {
 
 // fillPlain writes what an OK ack to a plain peer says: of the agent that was there when the grant was made or renewed. Called
 // with the lock held.
-func (p *Producer) fillPlain(ack *wire.Ack, g *grant) {
-	agent := g.pool.agent
+func (p *Producer) fillPlain(a *answer, g *grant) {
+	agent, ack := g.pool.agent, &a.ack
 	for _, e := range g.info.Extents {
 		for b := e.Start; b < e.Start+e.Count; b++ {
 			ack.Blocks = append(ack.Blocks, b)
@@ -131,15 +154,16 @@ func (p *Producer) fillPlain(ack *wire.Ack, g *grant) {
 	}
 	ack.AgentMetadata = agent.metadata
 	if p.grants.descriptorDue(g.session, agent) {
-		ack.MemDescriptor = agent.descriptor
+		a.described = true
+		a.shared, ack.MemDescriptor = agent.descriptor.shared, agent.descriptor.bytes
 	}
+	agent.acked = time.Now()
 	g.acks++
 	g.told = remember(g.told, agent)
 	s := p.grants.plainSession(g.session)
-	if former := g.pool.rotation.retiring; former != nil && former.fresh() && !slices.Contains(s.knows, agent) {
+	if former := g.pool.rotation.retiring; former != nil && former.fresh() {
 		s.knows = remember(s.knows, former) // it may have been told by the process before
 	}
-	s.knows = remember(s.knows, agent)
 	s.conn, s.gone = g.conn, time.Time{}
 }
 
@@ -166,7 +190,6 @@ func (p *Producer) readByPlain(id grantKey) *grant {
 	s.read = true
 	if len(g.told) == 1 && g.told[0] != s.moved {
 		s.moved, s.movedAt = g.told[0], time.Now()
-		p.sessionsMoved()
 	}
 	if g.read < g.acks {
 		return nil
@@ -174,14 +197,20 @@ func (p *Producer) readByPlain(id grantKey) *grant {
 	return g
 }
 
-// unsent takes back what fillPlain counted for an ack that could not be sent.
-func (p *Producer) unsent(id grantKey, described bool) {
+// unsent takes back what fillPlain counted for an ack that could not be sent. It returns the grant if all that were sent have been READ,
+// the last of them meanwhile.
+func (p *Producer) unsent(id grantKey, described bool) *grant {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if g := p.grants.byKey[id]; g != nil {
-		g.acks--
-	}
 	if s := p.grants.plain[id.session]; s != nil && described {
 		s.descriptors--
 	}
+	g := p.grants.byKey[id]
+	if g == nil {
+		return nil
+	}
+	if g.acks--; g.acks == 0 || g.read < g.acks {
+		return nil
+	}
+	return g
 }

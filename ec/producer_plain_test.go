@@ -22,6 +22,7 @@ type agents struct {
 	added  int
 
 	rotations int
+	fixed     bool // agents cannot be rotated
 }
 
 type agent struct {
@@ -140,6 +141,7 @@ func TestAPlainPeerGetsBlocksAgentAndDescriptor(t *testing.T) {
 func TestNoClockFreesWhatAPlainPeerWasGranted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s, plane := plainStand(t, 16)
+		plane.fixed = true
 		save(t, s.cache, "img", 3)
 		s.cache.Hold("img")
 		s.ask(s.plain("img"))

@@ -28,16 +28,21 @@ const (
 	rotateTimeout     = 30 * time.Second // for a new incarnation to be up
 	rotateRetry       = 30 * time.Second // after one that did not come up
 	sessionGone       = 5 * time.Minute  // a session whose connection ended does nothing more after that
+	// No ack is acted on later than that by a session whose connection stands. An engine looks at its acks in each step, and a vLLM
+	// engine ends itself when a step takes 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, 0.32); one that is stopped loses its connection.
+	lateAck = 10 * time.Minute
 	// A READ that was posted before a session's first one on the new incarnation: vLLM gives it 20 s, and its memory 60 s more.
-	lastReads = 90 * time.Second
+	lastReads   = 90 * time.Second
+	retireCheck = 5 * time.Second // how often it is asked who may still use a former incarnation
 )
 
 // rotation is the state of a pool's rotation, under the producer's lock.
 type rotation struct {
 	running  bool
-	retiring *incarnation  // serves its old sessions until they have moved; nil: no former one is left
-	moved    chan struct{} // capacity 1: a session has moved, or is gone
-	due      *time.Timer   // looks at burned grants again
+	retiring *incarnation // serves what it was told of until it is READ; nil: no former one is left
+	since    time.Time    // retiring is no more handed out
+	kept     int          // blocks that only an inherited one serves
+	due      *time.Timer  // looks at burned grants again
 }
 
 // overBurned names the limit of burned grants that keeps one more grant from a plain peer, or "". While a former incarnation is being
@@ -122,7 +127,7 @@ func (p *Producer) rotate(pool *servedPool, rotator Rotator) {
 		return
 	}
 	p.mu.Lock()
-	pool.rotation.retiring = former
+	pool.rotation.retiring, pool.rotation.since = former, time.Now()
 	p.stats.Rotations++
 	p.agent(pool)
 	p.mu.Unlock()
@@ -136,11 +141,10 @@ func (p *Producer) rotate(pool *servedPool, rotator Rotator) {
 
 // retire ends a former incarnation once nobody will use it any more.
 func (p *Producer) retire(pool *servedPool, former *incarnation, end func()) {
-	check := time.NewTicker(lastReads / 9)
+	check := time.NewTicker(retireCheck)
 	defer check.Stop()
 	for !p.retired(pool, former) {
 		select {
-		case <-pool.rotation.moved:
 		case <-check.C:
 		case <-former.gone:
 		case <-p.closing:
@@ -154,50 +158,52 @@ func (p *Producer) retire(pool *servedPool, former *incarnation, end func()) {
 func (p *Producer) rotated(pool *servedPool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	pool.rotation.running, pool.rotation.retiring = false, nil
+	pool.rotation.running, pool.rotation.retiring, pool.rotation.kept = false, nil, 0
 	if !p.closed && pool.burned.grants > 0 {
 		p.lookAgain(pool, rotateRetry)
 	}
 }
 
-// retired tells whether no session will use the incarnation any more.
+// retired tells whether no session will use the incarnation any more. A session READs by it only when it acts on an ack that named it. So
+// what counts is the acks that it may not have acted on yet: those without a notification of their READ.
 func (p *Producer) retired(pool *servedPool, former *incarnation) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if former.over() {
+	switch {
+	case former.over() || time.Since(former.acked) >= lateAck:
 		return true
+	case former.inherited:
+		return p.retiredHeir(pool, former)
 	}
-	if former.fresh() {
-		return false // sessions that only the process before knew: all their connections ended with it
-	}
-	reading := map[string]bool{} // sessions with a grant that the former one may still serve
 	for _, g := range p.grants.byID {
-		if g.plain && g.pool == pool && slices.Contains(g.told, former) {
-			reading[g.session] = true
-		}
-	}
-	for name, s := range p.grants.plain {
-		if !slices.Contains(s.knows, former) {
-			continue
-		}
-		gone := !s.gone.IsZero() && time.Since(s.gone) >= sessionGone
-		// Acks of a session are acted on in their order: who has READ on the new incarnation has acted on all acks of the former one.
-		moved := s.moved != nil && s.moved != former && s.moved == pool.agent && (!reading[name] && !former.inherited() || time.Since(s.movedAt) >= lastReads)
-		if !gone && !moved {
+		if g.plain && g.pool == pool && slices.Contains(g.told, former) && !p.actedOnAll(p.grants.plainSession(g.session), pool) {
 			return false
 		}
 	}
 	return true
 }
 
-// sessionsMoved wakes the rotations. Called with the lock held.
-func (p *Producer) sessionsMoved() {
-	for _, pool := range p.order {
-		select {
-		case pool.rotation.moved <- struct{}{}:
-		default:
+// retiredHeir is retired for the agents of a process that died. Its acks are not known: any session may have one until it has shown that
+// it has not, and sessions that only that process knew are gone with their connections. Called with the lock held.
+func (p *Producer) retiredHeir(pool *servedPool, former *incarnation) bool {
+	if former.fresh() {
+		return false
+	}
+	for _, s := range p.grants.plain {
+		if slices.Contains(s.knows, former) && !p.actedOnAll(s, pool) {
+			return false
 		}
 	}
+	return true
+}
+
+// actedOnAll tells whether a session does not act any more on what it was acked before the agent of now was: it is gone, or it has READ
+// by the new one, some time ago. Acks of a session are acted on in their order. Called with the lock held.
+func (p *Producer) actedOnAll(s *plainSession, pool *servedPool) bool {
+	if !s.gone.IsZero() && time.Since(s.gone) >= sessionGone {
+		return true
+	}
+	return s.moved != nil && s.moved == pool.agent && time.Since(s.movedAt) >= lastReads
 }
 
 // Left implements control.LeaveHandler.

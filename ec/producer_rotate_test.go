@@ -2,6 +2,7 @@ package ec
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"testing"
@@ -17,6 +18,9 @@ import (
 func (a *agent) Rotate(context.Context) (end func(), err error) {
 	a.all.mu.Lock()
 	defer a.all.mu.Unlock()
+	if a.all.fixed {
+		return nil, errors.New("this plane's agents cannot be rotated")
+	}
 	former := a.gone
 	a.all.rotations++
 	a.name, a.gone = a.name+"'", make(chan struct{})
@@ -80,38 +84,98 @@ func TestAFewBurnedBlocksAreFreedInTimeToo(t *testing.T) {
 	})
 }
 
+// rotated has a dead peer burn a tenth of the pool, so that the agent is rotated, and gives what is closed at the former one's end.
+func (s *stand) rotated(plane *agents, a *agent) (former <-chan struct{}) {
+	s.t.Helper()
+	_, _, former = a.Agent()
+	save(s.t, s.cache, "burned", 10)
+	s.session("burned", "dead", "1")
+	s.producer.Left(control.Source{ID: "1"})
+	time.Sleep(31 * time.Second)
+	synctest.Wait()
+	if plane.rotated() != 1 {
+		s.t.Fatalf("%d rotations", plane.rotated())
+	}
+	return former
+}
+
+func wait(d time.Duration) {
+	time.Sleep(d + retireCheck)
+	synctest.Wait()
+}
+
 func TestAnAgentOutlivesEverySessionThatMayStillReadByIt(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s, _, a := rotating(t)
-		save(t, s.cache, "burned", 10)
+		s, plane, a := rotating(t)
 		save(t, s.cache, "img", 2)
-		s.session("burned", "dead", "1")
-		s.producer.Left(control.Source{ID: "1"})
-		// A warm peer that is alive and has read by the first incarnation.
-		s.session("img", "warm", "2")
-		a.notify(transfer.Notification{Message: wire.Notification("warm", "img")})
-		_, _, first := a.Agent()
-		time.Sleep(time.Hour)
-		synctest.Wait()
-		select {
-		case <-first:
-			t.Fatal("the agent ended under a peer that knows it")
-		default:
+		save(t, s.cache, "next", 2)
+		s.session("img", "slow", "2")
+		former := s.rotated(plane, a)
+		wait(sessionGone)
+		if over(former) {
+			t.Fatal("the agent ended under a peer that has not READ what it was granted there")
 		}
-		if ack := s.session("img", "warm", "2"); ack.Status != wire.OK || string(ack.AgentMetadata) != "agent-0'" || len(ack.MemDescriptor) == 0 {
+		// The READ may be by this ack or by the former one.
+		if ack := s.session("img", "slow", "2"); ack.Status != wire.OK || string(ack.AgentMetadata) != "agent-0'" || len(ack.MemDescriptor) == 0 {
 			t.Fatalf("ack %+v", ack)
 		}
-		synctest.Wait()
-		select {
-		case <-first:
-			t.Fatal("the agent ended before the peer has read by the new one")
-		default:
+		a.notify(transfer.Notification{Message: wire.Notification("slow", "img")})
+		wait(lastReads)
+		if over(former) {
+			t.Fatal("the agent ended under a peer that has READ once what it was acked twice")
 		}
-		a.notify(transfer.Notification{Message: wire.Notification("warm", "img")})
-		synctest.Wait()
-		<-first
-		if st := s.producer.Stats(); st.Burned != 0 || st.Grants != 0 {
+		// This READ shows that the earlier acks were acted on.
+		s.session("next", "slow", "2")
+		a.notify(transfer.Notification{Message: wire.Notification("slow", "next")})
+		wait(0)
+		if over(former) {
+			t.Fatal("the agent ended while a READ that was posted before may be in flight")
+		}
+		wait(lastReads)
+		if !over(former) {
+			t.Error("the agent is still there")
+		}
+		if st := s.producer.Stats(); st.Burned != 1 || st.Grants != 1 || st.Retiring != 0 { // the second ack for img may yet be acted on
 			t.Errorf("%+v", st)
+		}
+	})
+}
+
+func TestASessionThatHasReadAllThatItWasGrantedKeepsNoAgent(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, plane, a := rotating(t)
+		save(t, s.cache, "img", 2)
+		s.session("img", "idle", "2")
+		a.notify(transfer.Notification{Message: wire.Notification("idle", "img")})
+		former := s.rotated(plane, a)
+		wait(sessionGone) // of the dead one
+		if !over(former) {
+			t.Error("the agent is still there")
+		}
+		if ack := s.session("img", "idle", "2"); ack.Status != wire.OK || string(ack.AgentMetadata) != "agent-0'" || len(ack.MemDescriptor) == 0 {
+			t.Errorf("ack %+v", ack)
+		}
+	})
+}
+
+// A peer that is connected, has an ack, and never READs again.
+func TestNoSessionKeepsAnAgentLongerThanAnAckCanBeActedOn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, plane, a := rotating(t)
+		save(t, s.cache, "img", 2)
+		s.session("img", "silent", "2")
+		former := s.rotated(plane, a)
+		wait(lateAck - time.Minute)
+		if st := s.producer.Stats(); over(former) || st.Retiring != 1 || st.RetiringBlocks != 12 || st.RetiringFor < lateAck-2*time.Minute {
+			t.Fatalf("ended: %v; %+v", over(former), st)
+		}
+		wait(time.Minute)
+		info, _ := s.cache.Lookup("img")
+		if st := s.producer.Stats(); !over(former) || st.Grants != 0 || st.Retiring != 0 || st.RetiringBlocks != 0 || info.Pins != 0 {
+			t.Errorf("ended: %v, %d pins; %+v", over(former), info.Pins, st)
+		}
+		if plane.rotated() != 1 {
+			t.Errorf("%d rotations", plane.rotated())
 		}
 	})
 }

@@ -5,8 +5,8 @@ import "time"
 // A producer that goes on with the entries of one that died may find agents that outlived it. They serve acks that this producer
 // knows nothing of: not who has them, nor how many. So no ack names these agents again, their notifications mean nothing, and they are
 // retired as after a rotation, with two differences: they do not end before sessionGone is over, and every session that is acked in that
-// time counts as one that knows them. Those that come later count as gone. Until these agents are over the entries that were granted,
-// which the region records, are pinned.
+// time counts as one that knows them, until it has READ by the new one. Those that come later count as gone. Until these agents are over
+// the entries that were granted, which the region records, are pinned.
 
 // Successor may be implemented by a PlainServer that goes on with agents of a process that died.
 type Successor interface {
@@ -15,10 +15,8 @@ type Successor interface {
 	Former() (gone <-chan struct{}, end func())
 }
 
-func (i *incarnation) inherited() bool { return !i.since.IsZero() }
-
 // fresh says whether sessions that only the process before knew may still come: all their connections ended with it.
-func (i *incarnation) fresh() bool { return i.inherited() && time.Since(i.since) < sessionGone }
+func (i *incarnation) fresh() bool { return i.inherited && time.Since(i.acked) < sessionGone }
 
 // succeed retires what is left of the process before, and takes its granted entries.
 func (p *Producer) succeed(pool *servedPool, granted []*Pin) {
@@ -32,8 +30,13 @@ func (p *Producer) succeed(pool *servedPool, granted []*Pin) {
 		pool.releaseGranted()
 		return
 	}
-	former := &incarnation{gone: gone, since: time.Now()}
-	pool.rotation.running, pool.rotation.retiring = true, former
+	former := &incarnation{gone: gone, acked: time.Now(), inherited: true}
+	pool.rotation.running, pool.rotation.retiring, pool.rotation.since = true, former, former.acked
+	for _, pin := range granted {
+		for _, e := range pin.Info().Extents {
+			pool.rotation.kept += int(e.Count)
+		}
+	}
 	p.watchers.Go(func() {
 		defer p.rotated(pool)
 		p.retire(pool, former, end)

@@ -2,6 +2,7 @@ package ec
 
 import (
 	"context"
+	"fmt"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -96,25 +97,35 @@ func TestWhatADeadProducerGrantedStaysUntilItsAgentIsGone(t *testing.T) {
 }
 
 func TestASessionThatComesAgainKeepsTheAgentOfADeadProducerUntilItReadsFromTheNextOne(t *testing.T) {
+	for _, reads := range []bool{true, false} {
+		t.Run(fmt.Sprintf("reads=%v", reads), func(t *testing.T) { comesAgain(t, reads) })
+	}
+}
+
+func comesAgain(t *testing.T, reads bool) {
 	synctest.Test(t, func(t *testing.T) {
 		plane := &heirs{former: make(chan struct{})}
 		s := inherit(t, plane)
 		if a := s.session("late", "s-1", "7"); a.Status != wire.OK || string(a.AgentMetadata) != "agent-0" {
 			t.Fatalf("%+v", a)
 		}
-		time.Sleep(time.Hour)
-		synctest.Wait()
-		if over(plane.former) || s.pins("late") != 2 {
-			t.Fatalf("ended: %v; %d pins", over(plane.former), s.pins("late"))
+		wait(sessionGone)
+		if st := s.producer.Stats(); over(plane.former) || s.pins("late") != 2 || st.RetiringBlocks != 2 {
+			t.Fatalf("ended: %v; %d pins; %+v", over(plane.former), s.pins("late"), st)
 		}
-		plane.byName["agent-0"].notify(transfer.Notification{Message: wire.Notification("s-1", "late")})
-		synctest.Wait()
-		if over(plane.former) {
-			t.Fatal("ended while a READ that was posted before may be in flight")
+		want := 1 // of the session's own grant
+		if reads {
+			want = 0
+			plane.byName["agent-0"].notify(transfer.Notification{Message: wire.Notification("s-1", "late")})
+			wait(0)
+			if over(plane.former) {
+				t.Fatal("ended while a READ that was posted before may be in flight")
+			}
+			wait(lastReads)
+		} else {
+			wait(lateAck - sessionGone)
 		}
-		time.Sleep(lastReads + lastReads/9)
-		synctest.Wait()
-		if !over(plane.former) || s.pins("late") != 0 {
+		if !over(plane.former) || s.pins("late") != want {
 			t.Errorf("ended: %v; %d pins", over(plane.former), s.pins("late"))
 		}
 	})

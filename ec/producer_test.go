@@ -17,8 +17,16 @@ import (
 	"github.com/tensorferry/tensorferry/transfer/transfertest"
 )
 
+// small is of routers of pools whose descriptors are too small to be shared.
+type small struct{}
+
+func (small) SendShared(string, []byte, *control.Shared) error {
+	return errors.New("a descriptor of a small pool is shared")
+}
+
 // outbox is a router that keeps what is sent.
 type outbox struct {
+	small
 	t    testing.TB
 	mu   sync.Mutex
 	sent []wire.Message
@@ -335,47 +343,67 @@ func TestPlanesAreOfferedInTheReadersOrder(t *testing.T) {
 
 // V9: a greedy peer.
 func TestGrantsOfOneSourceAreCapped(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		const n = 3000 // blocks: a quarter is 750, less than 1,024 grants
-		s := newStand(t, n, nil)
-		for i := range n {
-			put(t, s.cache, fmt.Sprint("img-", i), 1)
+	for _, tt := range []struct {
+		blocks, size int
+		over         wire.Status // the answer to who is over its share
+	}{
+		{6000, 1, wire.NackMissing},
+		{3000, 1, wire.NackNotReady}, // a quarter is 750, less than 1,024 grants
+		{6000, 100, wire.NackNotReady},
+		{6, 2, wire.NackNotReady}, // one entry is more than a quarter
+	} {
+		t.Run(fmt.Sprintf("%d of %d", tt.size, tt.blocks), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) { capped(t, tt.blocks, tt.size, tt.over) })
+		})
+	}
+}
+
+func capped(t *testing.T, blocks, size int, over wire.Status) {
+	s := newStand(t, blocks, nil)
+	n := blocks / size
+	for i := range n {
+		put(t, s.cache, fmt.Sprint("img-", i), size)
+	}
+	greedy := max(n/4, 1)
+	for i := range n {
+		want := wire.OK
+		if i >= greedy {
+			want = over
 		}
-		granted := 0
-		for i := range n {
-			if s.ask(s.request(fmt.Sprint("img-", i))).Status == wire.OK {
-				granted++
-			}
+		if got := s.ask(s.request(fmt.Sprint("img-", i))).Status; got != want {
+			t.Fatalf("the greedy source's request %d is answered %v, want %v", i, got, want)
 		}
-		if granted != minGrants {
-			t.Errorf("%d grants to a greedy source, want %d", granted, minGrants)
+	}
+	// What is in place already costs nothing more. Others are served until half of the pool is granted.
+	granted := 0
+	for i := range n {
+		from := control.Source{ID: fmt.Sprint("other-", i), Addr: fmt.Sprint("10.1.0.", i%250)}
+		switch got := s.from(s.request(fmt.Sprint("img-", i)), from).Status; got {
+		case wire.OK:
+			granted++
+		case wire.NackNotReady:
+		default:
+			t.Fatalf("others are answered %v", got)
 		}
-		// Others are served until half of the pool is granted.
-		for i := range n {
-			from := control.Source{ID: fmt.Sprint("other-", i), Addr: fmt.Sprint("10.1.0.", i%250)}
-			if s.from(s.request(fmt.Sprint("img-", i)), from).Status == wire.OK && i >= minGrants {
-				granted++
-			}
-		}
-		if granted != n/2 {
-			t.Errorf("%d grants in all, want %d", granted, n/2)
-		}
-		st := s.producer.Stats()
-		if st.Acks[wire.NackNotReady] != 0 || st.Capped == 0 || st.Capped != st.Acks[wire.NackMissing] {
-			t.Errorf("counted %+v", st)
-		}
-		if lines := s.log.lines("over a limit"); lines > 1+250 {
-			t.Errorf("%d lines", lines)
-		}
-		time.Sleep(30 * time.Second)
-		synctest.Wait()
-		if st := s.producer.Stats(); st.Grants != 0 || s.cache.Stats().PinnedBlocks != 0 {
-			t.Errorf("%d grants after a lease", st.Grants)
-		}
-		if a := s.ask(s.request("img-5")); a.Status != wire.OK {
-			t.Errorf("after a lease the source gets %v", a.Status)
-		}
-	})
+	}
+	if granted != n/2 {
+		t.Errorf("%d grants to others, want %d", granted, n/2)
+	}
+	st := s.producer.Stats()
+	if st.GrantedBlocks != n/2*size || st.Capped == 0 || st.Capped != st.Acks[wire.NackMissing]+st.Acks[wire.NackNotReady] {
+		t.Errorf("counted %+v", st)
+	}
+	if lines := s.log.lines("over a limit"); lines > 1+250 {
+		t.Errorf("%d lines", lines)
+	}
+	time.Sleep(30 * time.Second)
+	synctest.Wait()
+	if st := s.producer.Stats(); st.Grants != 0 || s.cache.Stats().PinnedBlocks != 0 {
+		t.Errorf("%d grants after a lease", st.Grants)
+	}
+	if a := s.ask(s.request(fmt.Sprint("img-", n-1))); a.Status != wire.OK {
+		t.Errorf("after a lease the source gets %v", a.Status)
+	}
 }
 
 func TestAConnectionHasAtMostFourSessions(t *testing.T) {

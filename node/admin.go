@@ -216,6 +216,22 @@ type poolStatus struct {
 	Blocks      int    `json:"blocks"`
 	Region      string `json:"region"`
 	Epoch       uint64 `json:"epoch"`
+
+	Grants grantStatus `json:"grants"`
+}
+
+// grantStatus is what peers may READ of a pool. Blocks are counted once.
+type grantStatus struct {
+	Grants         int     `json:"grants"`
+	Blocks         int     `json:"blocks"`
+	Burned         int     `json:"burned"` // of plain peers, past their lease and not read
+	BurnedBlocks   int     `json:"burned_blocks"`
+	RetiringS      float64 `json:"retiring_s"`      // since when a former agent serves on, 0: there is none
+	RetiringBlocks int     `json:"retiring_blocks"` // that nothing but former agents serves
+}
+
+func grantsOf(g ec.PoolGrants) grantStatus {
+	return grantStatus{g.Grants, g.GrantedBlocks, g.Burned, g.BurnedBlocks, g.RetiringFor.Seconds(), g.RetiringBlocks}
 }
 
 func (n *Node) status() nodeStatus {
@@ -227,7 +243,7 @@ func (n *Node) status() nodeStatus {
 	for _, p := range n.pools {
 		st.Pools = append(st.Pools, poolStatus{
 			Group: p.group, Model: p.Model, Dtype: p.Dtype, VLLMVersion: p.VLLMVersion, BlockBytes: p.BlockBytes,
-			Blocks: p.blocks, Region: p.region.Path(), Epoch: p.region.Epoch(),
+			Blocks: p.blocks, Region: p.region.Path(), Epoch: p.region.Epoch(), Grants: grantsOf(n.producer.Granted(p.cache)),
 		})
 	}
 	c := n.s.Config

@@ -81,7 +81,7 @@ var (
 	mPulled        = counter("pulled_one_sided_total", "READs that own peers did by the slot table, without asking.")
 	mNotified      = counter("notifications_total", "READs that plain peers reported as complete.")
 	mLetGo         = counter("grants_let_go_total", "Grants given up by the peer before its READ was complete.")
-	mCapped        = counter("grants_capped_total", "Requests over a limit of grants, answered MISSING.")
+	mCapped        = counter("grants_capped_total", "Requests over a limit of grants, answered MISSING or NOT_READY.")
 	mPlainRefused  = counter("plain_peers_refused_total", "Requests of plain peers that no plane here serves.")
 	mBadFrames     = counter("peer_frames_bad_total", "Frames and notifications of peers that were dropped.")
 	mSendFailed    = counter("peer_answers_failed_total", "Answers to peers that could not be queued.")
@@ -92,7 +92,9 @@ var (
 	mBurnedBlocks  = gauge("burned_blocks", "Blocks of burned grants.")
 	mRotations     = counter("agent_rotations_total", "Replacements of the agent that serves plain peers.")
 	mAgentGone     = counter("grants_ended_with_agent_total", "Grants of plain peers that ended with the agent that could serve them.")
-	mRetiring      = gauge("agents_retiring", "Former agents that still serve peers which know them.")
+	mRetiring      = gauge("agents_retiring", "Pools whose former agents still serve what they had granted.")
+	mRetiringFor   = gauge("agents_retiring_seconds", "How long the longest of them has.")
+	mRetiringKept  = gauge("agents_retiring_blocks", "Blocks that only former agents serve: free at their end.")
 
 	mEngines    = gauge("engines", "Engines connected.")
 	mAway       = gauge("engines_away", "Engines that lost their connection and live: what they may use of the pool is kept for them.", "pool")
@@ -210,6 +212,8 @@ func (e emitter) producer(s ec.ProducerStats) {
 	e.put(mRotations, float64(s.Rotations))
 	e.put(mAgentGone, float64(s.AgentGone))
 	e.put(mRetiring, float64(s.Retiring))
+	e.put(mRetiringFor, s.RetiringFor.Seconds())
+	e.put(mRetiringKept, float64(s.RetiringBlocks))
 }
 
 func (e emitter) engines(g *engines) {

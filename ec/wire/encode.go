@@ -31,8 +31,27 @@ func AppendRequest(b []byte, r *Request, generation int) []byte {
 
 // AppendAck encodes a. A NACK as the peers send it has only Key and Status set.
 func AppendAck(b []byte, a *Ack) []byte {
-	n := 3 + count(a.Session != "", len(a.Blocks) > 0, len(a.AgentMetadata) > 0, len(a.MemDescriptor) > 0, a.Ferry != nil)
-	b = slices.Grow(b, 160+len(a.Key)+len(a.Session)+5*len(a.Blocks)+len(a.AgentMetadata)+len(a.MemDescriptor)+a.Ferry.room())
+	b = appendAck(b, a, count(len(a.MemDescriptor) > 0, a.Ferry != nil), len(a.MemDescriptor)+a.Ferry.room())
+	b = optionalBin(b, fieldMem, a.MemDescriptor)
+	if a.Ferry != nil {
+		b = msgp.AppendString(b, fieldFerry)
+		b = appendFerryAck(b, a.Ferry)
+	}
+	return b
+}
+
+// AppendAckHead encodes a, which has neither MemDescriptor nor Ferry, up to where a MemDescriptor of size bytes begins: those follow as
+// they are, and nothing after them.
+func AppendAckHead(b []byte, a *Ack, size int) []byte {
+	b = appendAck(b, a, 1, 0)
+	b = msgp.AppendString(b, fieldMem)
+	return msgp.AppendBytesHeader(b, uint32(size))
+}
+
+// appendAck encodes what an ack begins with. more fields follow, for which there will be room bytes.
+func appendAck(b []byte, a *Ack, more uint32, room int) []byte {
+	n := 3 + more + count(a.Session != "", len(a.Blocks) > 0, len(a.AgentMetadata) > 0)
+	b = slices.Grow(b, 160+len(a.Key)+len(a.Session)+5*len(a.Blocks)+len(a.AgentMetadata)+room)
 	b = header(b, n, tagAck)
 	b = appendStr(b, fieldKey, a.Key)
 	b = msgp.AppendString(b, fieldStatus)
@@ -45,13 +64,7 @@ func AppendAck(b []byte, a *Ack) []byte {
 			b = msgp.AppendUint64(b, uint64(n))
 		}
 	}
-	b = optionalBin(b, fieldAgent, a.AgentMetadata)
-	b = optionalBin(b, fieldMem, a.MemDescriptor)
-	if a.Ferry != nil {
-		b = msgp.AppendString(b, fieldFerry)
-		b = appendFerryAck(b, a.Ferry)
-	}
-	return b
+	return optionalBin(b, fieldAgent, a.AgentMetadata)
 }
 
 // AppendVerify encodes v.

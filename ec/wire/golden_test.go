@@ -1,6 +1,7 @@
 package wire
 
 import (
+	"bytes"
 	"encoding/hex"
 	"encoding/json"
 	"os"
@@ -237,4 +238,17 @@ func descriptors(v [][3]uint64) []Descriptor {
 		d[i] = Descriptor{x[0], x[1], uint32(x[2])}
 	}
 	return d
+}
+
+func TestAHeadAndADescriptorAreAWholeAck(t *testing.T) {
+	for _, size := range []int{1, 300, 70_000} {
+		a := fullAck()
+		a.Ferry = nil
+		a.MemDescriptor = nil
+		head := AppendAckHead([]byte("before"), a, size)
+		a.MemDescriptor = bytes.Repeat([]byte{7}, size)
+		if whole := AppendAck([]byte("before"), a); !bytes.Equal(append(head, a.MemDescriptor...), whole) {
+			t.Errorf("%d bytes: differs from AppendAck", size)
+		}
+	}
 }
