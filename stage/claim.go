@@ -155,6 +155,21 @@ func (s *Store) unfile(c *claim) {
 	}
 }
 
+// Stat is what a claim would be told, without the claim and the descriptors. The zero generation is any. Errors: ErrNotFound, ErrFailed.
+func (s *Store) Stat(key string, generation wire.ID) (*wire.Metadata, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := s.payloads[key]
+	if p == nil {
+		return nil, s.failed(key)
+	}
+	m := p.offer(Claim{Owner: "any"})
+	if !generation.IsZero() && generation != m.Generation {
+		return nil, fmt.Errorf("%w: key %.64q has another generation", ErrNotFound, key)
+	}
+	return &m, nil
+}
+
 // offer is what a claim's reader is told, without the descriptors.
 func (p *payload) offer(c Claim) wire.Metadata {
 	m := p.metadata

@@ -268,6 +268,11 @@ func (q asked) serve() {
 			status = wire.Acked
 		}
 		q.answer(wire.Reply{Status: status})
+	case wire.Stat:
+		if !p.plain {
+			p.t.Error("stat is tested with a Link")
+		}
+		q.answer(wire.Reply{Status: wire.NotFound}) // as to what no peer knows
 	default:
 		p.t.Errorf("the producer was asked for %d", q.Op)
 	}

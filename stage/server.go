@@ -165,10 +165,24 @@ func (h *serverHandler) Message(from control.Source, body []byte) {
 	case wire.Fail:
 		s.counts.fails.Add(1)
 		s.send(from.ID, c.Ask, &wire.Reply{Status: s.end(c, s.store.fail)})
+	case wire.Stat:
+		s.counts.stats.Add(1)
+		s.stat(from, c)
 	default:
 		s.counts.unknown.Add(1)
 		s.send(from.ID, c.Ask, &wire.Reply{Status: wire.NotFound})
 	}
+}
+
+// stat says what a reader would get. It is for own readers: plain ones do not ask.
+func (s *Server) stat(from control.Source, c Claim) {
+	m, err := s.store.Stat(c.Key, c.Generation)
+	if err != nil || c.Ask == nil {
+		s.refuse(from, c, errors.Join(err, ErrNotFound))
+		return
+	}
+	m.Ferry.Try, m.Ferry.Node, m.Ferry.Local = c.Ask.Try, s.o.Node, s.local
+	s.push(from.ID, wire.AppendMetadata(nil, m))
 }
 
 // Left implements control.LeaveHandler.

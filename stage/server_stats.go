@@ -10,6 +10,7 @@ type ServerStats struct {
 	Dones    uint64
 	Verifies uint64
 	Fails    uint64
+	Stats    uint64
 	Unknown  uint64 // requests of no known kind
 	// Malformed requests were not answered.
 	Malformed uint64
@@ -26,7 +27,7 @@ type ServerStats struct {
 }
 
 type serverCounts struct {
-	gets, dones, verifies, fails, unknown, malformed                           atomic.Uint64
+	gets, dones, verifies, fails, stats, unknown, malformed                    atomic.Uint64
 	granted, woken, notFound, failed, closing, full, waitRefused, lost, unsent atomic.Uint64
 }
 
@@ -38,7 +39,7 @@ func (s *Server) Stats() ServerStats {
 	c := &s.counts
 	return ServerStats{
 		Waiting: waiting,
-		Gets:    c.gets.Load(), Dones: c.dones.Load(), Verifies: c.verifies.Load(), Fails: c.fails.Load(), Unknown: c.unknown.Load(),
+		Gets:    c.gets.Load(), Dones: c.dones.Load(), Verifies: c.verifies.Load(), Fails: c.fails.Load(), Stats: c.stats.Load(), Unknown: c.unknown.Load(),
 		Malformed: c.malformed.Load(), Granted: c.granted.Load(), Woken: c.woken.Load(), NotFound: c.notFound.Load(),
 		Failed: c.failed.Load(), Closing: c.closing.Load(), Full: c.full.Load(), WaitRefused: c.waitRefused.Load(), Lost: c.lost.Load(),
 		Unsent: c.unsent.Load(),

@@ -72,12 +72,14 @@ func run(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 func (a *app) root() *cobra.Command {
 	root := &cobra.Command{
 		Use:   "ferry",
-		Short: "Moves encoder outputs between LLM inference engines",
+		Short: "Moves encoder outputs and stage payloads between LLM inference engines",
 		Long: `Tensorferry keeps what the vision or audio encoder of a model produced in the shared memory of a machine,
-announces it, and moves it to the engines that need it. It speaks the protocol of vLLM's ECCPUConnector.
+announces it, and moves it to the engines that need it; and it moves payloads from one stage of a pipeline to the next.
+It speaks the protocols of vLLM's ECCPUConnector and of vLLM-Omni's NixlConnector and SharedMemoryConnector.
 
   ferry demo      see all of it on this machine, with real images
   ferry node      the daemon of one machine
+  ferry put, get  a stage payload by hand, from a file and into one
   ferry doctor    will it work here?`,
 		SilenceErrors: true,
 		SilenceUsage:  true,
@@ -99,7 +101,7 @@ announces it, and moves it to the engines that need it. It speaks the protocol o
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	root.PersistentFlags().StringVar(&a.level, "log-level", "info", "least level that is logged on stderr: debug, info, warn or error")
 	root.PersistentFlags().StringVar(&a.format, "log-format", "text", "text or json")
-	root.AddCommand(a.nodeCmd(), a.engineCmd(), a.demoCmd(), a.ecCmd(), a.doctorCmd(), a.inspectCmd(), a.sweepCmd(), a.putCmd(), a.getCmd(), a.nixlAgentCmd(), a.versionCmd())
+	root.AddCommand(a.nodeCmd(), a.engineCmd(), a.demoCmd(), a.ecCmd(), a.doctorCmd(), a.inspectCmd(), a.sweepCmd(), a.putCmd(), a.getCmd(), a.statCmd(), a.nixlAgentCmd(), a.versionCmd())
 	return root
 }
 

@@ -34,12 +34,17 @@ type stageFlags struct {
 	shmDir    string
 }
 
+// add adds all flags; addCommon those that are not about how bytes move.
 func (f *stageFlags) add(cmd *cobra.Command) {
+	f.addCommon(cmd)
+	cmd.Flags().StringSliceVar(&f.planes, "planes", nil, "data planes by preference, with commas (mapped, nixl, tcp); all that are there if empty")
+	cmd.Flags().StringVar(&f.library, "nixl-library", "", "path of libnixl_capi.so; searched for if empty")
+}
+
+func (f *stageFlags) addCommon(cmd *cobra.Command) {
 	cmd.Flags().StringVar(&f.key, "key", "", "key of the payload")
 	cmd.Flags().StringVar(&f.connector, "connector", connectorNIXL, "nixl or shm: whose wire is spoken, vLLM-Omni's NixlConnector's or its SharedMemoryConnector's")
-	cmd.Flags().StringSliceVar(&f.planes, "planes", nil, "data planes by preference, with commas (mapped, nixl, tcp); all that are there if empty")
 	cmd.Flags().StringVar(&f.shmDir, "shm-dir", os.Getenv(node.EnvName("shm_dir")), "directory of the shared memory, "+region.DefaultDir+" if empty ("+node.EnvName("shm_dir")+")")
-	cmd.Flags().StringVar(&f.library, "nixl-library", "", "path of libnixl_capi.so; searched for if empty")
 }
 
 func (f *stageFlags) check() error {

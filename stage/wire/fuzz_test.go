@@ -95,7 +95,7 @@ func seedMessages(f *testing.F) {
 	f.Add(AppendMetadata(nil, small()))
 	f.Add(AppendReply(nil, &Reply{Status: Found, Metadata: fullMetadata()}, true))
 	f.Add(AppendReply(nil, &Reply{Status: Failed, Try: 1, Reason: "r"}, true))
-	for op := Get; op <= Fail; op++ {
+	for op := Get; op <= Stat; op++ {
 		q := fullRequest()
 		q.Op = op
 		f.Add(AppendRequest(nil, q))

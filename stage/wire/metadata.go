@@ -9,7 +9,8 @@ import (
 
 // Check says whether m is metadata that a peer accepts, and that is within this package's limits: each tensor's size is that of
 // its dtype and shape, the groups' regions are exactly the tensors that have bytes, each once and whole, at addresses that exist.
-// With Ferry.Offsets or Ferry.Inline there may be no group at all: then only own ends can read it. Errors wrap ErrMalformed,
+// With Ferry.Offsets or Ferry.Inline there may be no group at all: then only own ends can read it; nor has an own end's that names no
+// claim, which says what there is and cannot be read. Errors wrap ErrMalformed,
 // ErrLimit or ErrSchema.
 func (m *Metadata) Check() error {
 	if err := m.check(); err != nil {
@@ -67,7 +68,7 @@ func (m *Metadata) check() *fault {
 	if f != nil {
 		return f
 	}
-	if inOffsets && len(m.Groups) == 0 {
+	if (inOffsets || m.Ferry != nil && m.Claim.IsZero()) && len(m.Groups) == 0 {
 		return nil
 	}
 	return m.checkGroups(holding)

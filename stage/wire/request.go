@@ -11,9 +11,9 @@ import (
 
 // Append* append the encoding to b and return the extended slice; they allocate only if b has too little capacity.
 
-var opPrefixes = [...]string{Get: prefixGet, Done: prefixDone, Verify: prefixVerify, Fail: prefixFail}
+var opPrefixes = [...]string{Get: prefixGet, Done: prefixDone, Verify: prefixVerify, Fail: prefixFail, Stat: prefixStat}
 
-// AppendRequest encodes q. Of an op that is none of the four nothing is appended.
+// AppendRequest encodes q. Of an op that is none of those nothing is appended.
 func AppendRequest(b []byte, q *Request) []byte {
 	if q.Op == Unknown || int(q.Op) >= len(opPrefixes) {
 		return b

@@ -121,7 +121,7 @@ func SpecOf(t tensor.Tensor) Spec {
 // Op is what a request asks for.
 type Op uint8
 
-// The requests. Verify and Fail are ours: only own producers know them, others answer NotFound.
+// The requests. Those from Verify on are ours: only own producers know them, others answer NotFound.
 const (
 	// Unknown is any other message. The answer is NotFound.
 	Unknown Op = iota
@@ -134,6 +134,8 @@ const (
 	Verify
 	// Fail ends a claim whose READ failed: the payload stays for another claim. The answer is Held or Lost.
 	Fail
+	// Stat asks what there is, without a claim. The answer is Found, with metadata that has no descriptors, or as to Get.
+	Stat
 )
 
 // Request is one request.
@@ -226,6 +228,7 @@ const (
 	prefixDone   = "nixl_xfer_done"
 	prefixVerify = "ferry_verify"
 	prefixFail   = "ferry_fail"
+	prefixStat   = "ferry_stat"
 	prefixAnswer = "ferry_answer"
 
 	bareNotFound = "nixl_meta_not_found"
