@@ -44,10 +44,14 @@ func slabIn(t testing.TB, dir, name string, bytes int64) *slab.Slab {
 	return s
 }
 
-// newLink gives a Link that puts and gets, with a slab of its own; both are closed at the end, and nothing may be left in them.
+// newLink gives a Link that puts and gets, with a slab of its own of that size, unless it is set; both are closed at the end, and nothing
+// may be left in them.
 func newLink(t testing.TB, bytes int64, set ...func(*LinkOptions)) *Link {
 	t.Helper()
-	o := LinkOptions{Slab: sharedSlab(t, bytes), Bind: &Endpoint{}}
+	o := LinkOptions{Bind: &Endpoint{}}
+	if bytes > 0 {
+		o.Slab = sharedSlab(t, bytes)
+	}
 	for _, f := range set {
 		f(&o)
 	}
