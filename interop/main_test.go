@@ -440,6 +440,12 @@ func (c *consumer) ends(n int) map[string]pulled {
 func (c *consumer) pullAll(address string, sizes map[string]int) {
 	c.t.Helper()
 	c.ask(address, sizes)
+	c.wantPulled(sizes)
+}
+
+// wantPulled waits for pulls that have begun, and wants every byte.
+func (c *consumer) wantPulled(sizes map[string]int) {
+	c.t.Helper()
 	for key, p := range c.ends(len(sizes)) {
 		c.t.Logf("%d bytes: %s after %.1f ms", sizes[key], p.Result, p.MS)
 		if p.Result != "pulled" || !p.Good {

@@ -36,7 +36,7 @@ func fill[T float32 | int32](seed int, n int64) []T {
 	return v
 }
 
-func of[T tensor.Element](t testing.TB, v []T, shape ...int64) tensor.Tensor {
+func of[T tensor.Element](t *testing.T, v []T, shape ...int64) tensor.Tensor {
 	t.Helper()
 	x, err := tensor.Of(v, shape...)
 	must(t, err)

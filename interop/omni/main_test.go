@@ -53,7 +53,7 @@ func TestMain(m *testing.M) {
 }
 
 // python of the venv with the peers.
-func python(t testing.TB) string {
+func python(t *testing.T) string {
 	t.Helper()
 	path := os.Getenv("PEERS_PYTHON")
 	if path != "" {
@@ -66,7 +66,7 @@ func python(t testing.TB) string {
 }
 
 // need skips the test, or fails it where nothing may be skipped.
-func need(t testing.TB, ok bool, format string, args ...any) {
+func need(t *testing.T, ok bool, format string, args ...any) {
 	t.Helper()
 	if ok {
 		return
@@ -163,7 +163,7 @@ func (f *factory) end() {
 // ours is a Go end: a Link with the nixl plane only, whose agents are processes of their own.
 type ours struct {
 	*stage.Link
-	t     testing.TB
+	t     *testing.T
 	slab  *slab.Slab
 	plane *nixl.Plane
 }
@@ -177,7 +177,7 @@ type settings struct {
 }
 
 // newOurs gives one that is closed at the end, when nothing of it may be in use.
-func newOurs(t testing.TB, o settings) *ours {
+func newOurs(t *testing.T, o settings) *ours {
 	t.Helper()
 	log, err := os.CreateTemp(t.TempDir(), "log-")
 	must(t, err)
@@ -276,13 +276,13 @@ func (e *ours) claimed(p *stage.Published) {
 }
 
 // patient is a context that no test should reach the end of.
-func patient(t testing.TB) context.Context {
+func patient(t *testing.T) context.Context {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	t.Cleanup(cancel)
 	return ctx
 }
 
-func eventually(t testing.TB, what string, ok func() bool) {
+func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
 	for end := time.Now().Add(patience); !ok(); time.Sleep(5 * time.Millisecond) {
 		if time.Now().After(end) {
@@ -291,7 +291,7 @@ func eventually(t testing.TB, what string, ok func() bool) {
 	}
 }
 
-func must(t testing.TB, err error) {
+func must(t *testing.T, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)

@@ -15,7 +15,7 @@ import (
 
 // peer is a process with a real NixlConnector.
 type peer struct {
-	t      testing.TB
+	t      *testing.T
 	conn   net.Conn
 	lines  *bufio.Reader
 	pid    int
@@ -52,7 +52,7 @@ type reply struct {
 var tcpOnly = map[string]string{"UCX_TLS": "tcp,self"}
 
 // newPeer forks a process without a connector.
-func newPeer(t testing.TB) *peer {
+func newPeer(t *testing.T) *peer {
 	t.Helper()
 	path := python(t)
 	peers.once.Do(func() { peers.start(path) })
@@ -75,13 +75,13 @@ func newPeer(t testing.TB) *peer {
 }
 
 // newReceiver gives a peer that gets.
-func newReceiver(t testing.TB, config ask) *peer {
+func newReceiver(t *testing.T, config ask) *peer {
 	t.Helper()
 	return newPeer(t).open(ask{"role": "receiver", "stage_id": 1}, config, nil)
 }
 
 // newSender gives a peer that puts.
-func newSender(t testing.TB, config ask, env map[string]string) *peer {
+func newSender(t *testing.T, config ask, env map[string]string) *peer {
 	t.Helper()
 	return newPeer(t).open(ask{"role": "sender", "host": "127.0.0.1", "zmq_port": 0}, config, env)
 }

@@ -10,7 +10,7 @@ import (
 )
 
 // sizeOf is what both ends say of a payload.
-func sizeOf(t testing.TB, v tensor.Node) int64 {
+func sizeOf(t *testing.T, v tensor.Node) int64 {
 	t.Helper()
 	p, err := wire.Pack(v, wire.PackOptions{})
 	must(t, err)
@@ -55,14 +55,7 @@ func TestARealReaderGetsLargePayloads(t *testing.T) {
 		"an object of 16 MiB": dict{field("b", tensor.Bytes(raw(tensor.Uint8, 1, 16<<20).Data()))},
 	} {
 		p := e.put(name, v, stage.PutOptions{})
-		q := getting(p)
-		if _, ok := v.(tensor.Tensor); ok {
-			r.wants(q, sizeOf(t, v), describe(v))
-		} else if got := r.do(q.with("sum", true)); !got.OK {
-			t.Errorf("%s: their get gave nothing", name)
-		} else {
-			same(t, name, got.Value, describe(v))
-		}
+		r.wants(getting(p), sizeOf(t, v), describe(v))
 		e.ended(p, stage.Read)
 	}
 }

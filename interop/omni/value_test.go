@@ -12,14 +12,13 @@ import (
 	"strconv"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/tinylib/msgp/msgp"
 
 	"github.com/tensorferry/tensorferry/stage"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// shown is how many bytes of a tensor are compared as they are, others by their sum; as in omni_live.py.
+// shown is how many bytes are compared as they are; more of them by their sum, as in omni_live.py.
 const shown = 4096
 
 // describe gives a value as omni_live.py writes it: exact, and equal only for equal ones.
@@ -45,6 +44,9 @@ func describe(n tensor.Node) any {
 	case tensor.String:
 		return ask{"str": string(v)}
 	case tensor.Bytes:
+		if len(v) > shown {
+			return ask{"bytes sha256": sumOf(v)}
+		}
 		return ask{"bytes": hex.EncodeToString(v)}
 	case tensor.List:
 		return ask{"list": all(v)}
@@ -63,26 +65,40 @@ func describe(n tensor.Node) any {
 		if v.Bytes() <= shown {
 			return d.with("data", hex.EncodeToString(v.Data()))
 		}
-		sum := sha256.Sum256(v.Data())
-		return d.with("sha256", hex.EncodeToString(sum[:]))
+		return d.with("sha256", sumOf(v.Data()))
 	}
 	return ask{"other": fmt.Sprintf("%T", n)}
+}
+
+func sumOf(b []byte) string {
+	sum := sha256.Sum256(b)
+	return hex.EncodeToString(sum[:])
 }
 
 func shape(s tensor.Shape) []int64 { return append([]int64{}, s...) }
 
 // same compares two descriptions.
-func same(t testing.TB, what string, got, want any) {
+func same(t *testing.T, what string, got, want any) {
 	t.Helper()
-	plain := func(v any) (out any) {
+	text := func(v any) string {
 		b, err := json.Marshal(v)
 		must(t, err)
-		must(t, json.Unmarshal(b, &out))
-		return out
+		var plain any // so that keys are sorted
+		must(t, json.Unmarshal(b, &plain))
+		b, err = json.Marshal(plain)
+		must(t, err)
+		return string(b)
 	}
-	if d := cmp.Diff(plain(want), plain(got)); d != "" {
-		t.Errorf("%s (-want +got):\n%s", what, d[:min(len(d), 3000)])
+	g, w := text(got), text(want)
+	if g == w {
+		return
 	}
+	from := 0
+	for from < min(len(g), len(w)) && g[from] == w[from] {
+		from++
+	}
+	from = max(0, from-200)
+	t.Errorf("%s, from byte %d of its description:\n%.500s\nwant\n%.500s", what, from, g[from:], w[from:])
 }
 
 // theirs is what their get makes of a value, whoever put it: a list of one tensor is that tensor, a tuple of tensors a list, and
@@ -268,4 +284,6 @@ func endpointMap(e stage.Endpoint) []byte {
 	return msgp.AppendInt(msgp.AppendString(b, "source_port"), e.Port)
 }
 
-func readProc(pid int, name string) ([]byte, error) { return os.ReadFile(fmt.Sprintf("/proc/%d/%s", pid, name)) }
+func readProc(pid int, name string) ([]byte, error) {
+	return os.ReadFile(fmt.Sprintf("/proc/%d/%s", pid, name))
+}

@@ -21,9 +21,10 @@ process ends at the end of its stdin, and its peers with it.
   {"op":"stat"}  {"op":"cleanup","key":K}  {"op":"abandon","key":K}  {"op":"close"}
 
 Values as JSON, exact: null, true, false, {"int":"-5"}, {"float":HEX of the little-endian double}, {"str":..}, {"bytes":HEX},
-{"list":[..]}, {"tuple":[..]}, {"map":[[K,V]..]}, {"tensor":"torch.int8","shape":[..],"data":HEX}, and above 4 KiB "sha256" for "data".
+{"list":[..]}, {"tuple":[..]}, {"map":[[K,V]..]}, {"tensor":"torch.int8","shape":[..],"data":HEX},
+{"ndarray":["<f4",[..],HEX]}. Of bytes and tensors above 4 KiB "bytes sha256", or "sha256" for "data".
 """
-import hashlib, json, os, signal, socket, struct, sys, threading, time
+import faulthandler, hashlib, json, os, signal, socket, struct, sys, threading, time
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import omni_boot, payloads
 import msgspec, numpy, torch
@@ -31,7 +32,7 @@ import msgspec, numpy, torch
 Nixl, _, _ = omni_boot.load()
 import vllm.distributed.nixl_utils, vllm_omni.data_entry_keys  # noqa: E401, F401  what a connector imports when it is made
 
-INLINE = 4096  # bytes of a tensor that are shown as they are
+INLINE = 4096  # bytes that are shown as they are
 
 
 def build(v):
@@ -64,7 +65,7 @@ def describe(v):
     if isinstance(v, str):
         return {"str": v}
     if isinstance(v, (bytes, bytearray, memoryview)):
-        return {"bytes": bytes(v).hex()}
+        return {"bytes": bytes(v).hex()} if len(v) <= INLINE else {"bytes sha256": hashlib.sha256(v).hexdigest()}
     if isinstance(v, list):
         return {"list": [describe(e) for e in v]}
     if isinstance(v, tuple):
@@ -108,8 +109,8 @@ class Peer:
     def __init__(self):
         self.c = None
 
-    def open(self, config, env={}, netns=0):
-        os.environ.update(env)
+    def open(self, config, env=None, netns=0):
+        os.environ.update(env or {})
         if netns:
             with open(f"/proc/{netns}/ns/net") as f:
                 setns(f.fileno())
@@ -223,6 +224,7 @@ def serve(conn):
 
 def main():
     die_with_parent()
+    faulthandler.enable()
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     s = socket.socket(socket.AF_UNIX)

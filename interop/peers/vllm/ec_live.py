@@ -11,11 +11,10 @@ A JSON object a line on stdin:
 It ends at the end of stdin. Exit status 70: an exception left the scheduler's step, which would end an engine."""
 import argparse, json, os, select, sys, time
 import ec_common as C
-from consumer_lib import Cons
-
 
 class Live:
     def __init__(self, a):
+        from consumer_lib import Cons  # not before C.speak
         self.c = Cons(region=a.region, hidden=a.hidden, width=a.width, dtype=a.dtype, model=a.model, ack_timeout=a.ack_timeout)
         if a.compat: self.c.sch._compat_hash = a.compat
         self.waiting = {}  # request id -> (hash, request, start, size)
