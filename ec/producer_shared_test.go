@@ -14,13 +14,13 @@ import (
 )
 
 // listening is a stand whose producer answers on a port.
-func listening(t testing.TB, blocks int) (s *stand, at string) {
+func listening(t testing.TB, blocks, slots int) (s *stand, at string) {
 	t.Helper()
 	loop, err := control.NewLoop(control.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	cache := newTestCache(t, blocks, 64, CacheOptions{})
+	cache := newTestCache(t, blocks, slots, CacheOptions{})
 	s = newStand(t, 1, func(o *ProducerOptions) {
 		o.Pools[0].Cache, o.Pools[0].Memory.Bytes, o.Pools[0].Planes = cache, cache.pool, []transfer.Plane{&agents{}}
 	})
@@ -82,7 +82,7 @@ func asker(t testing.TB, s *stand, at string) func(key string) *wire.Ack {
 // V10.
 func TestTheDescriptorOfALargePoolIsSentWithoutACopyForEachPeer(t *testing.T) {
 	const blocks = 16 << 10
-	s, at := listening(t, blocks)
+	s, at := listening(t, blocks, 64)
 	save(t, s.cache, "img", 3)
 	for range 3 {
 		ack := asker(t, s, at)("img")
@@ -109,7 +109,7 @@ func BenchmarkNackBesideDescriptors(b *testing.B) {
 	const blocks, peers = 512 << 10, 60
 	for _, way := range []string{"alone", "copied", "shared"} {
 		b.Run(way, func(b *testing.B) {
-			s, at := listening(b, blocks)
+			s, at := listening(b, blocks, 64)
 			save(b, s.cache, "img", 3)
 			ask := asker(b, s, at)
 			ask("img")

@@ -123,14 +123,19 @@ func (n *Node) health(check func() error) http.HandlerFunc {
 
 var errEnding = errors.New("the node is ending")
 
-// notReady is failed, and errEnding of a node that is ending.
-func (n *Node) notReady() error {
+// over is failed, and errEnding of a node that is ending.
+func (n *Node) over() error {
 	select {
 	case <-n.closed:
 		return errEnding
 	default:
 		return n.failed()
 	}
+}
+
+// notReady also says which data planes cannot move bytes for now.
+func (n *Node) notReady() error {
+	return errors.Join(n.over(), n.planeHealth.failed())
 }
 
 func (n *Node) writeJSON(w http.ResponseWriter, v any) {

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/ec"
+	"github.com/tensorferry/tensorferry/ec/wire"
 	"github.com/tensorferry/tensorferry/node/client"
 	"github.com/tensorferry/tensorferry/node/internal/api"
 )
@@ -293,6 +294,33 @@ func TestABatchLargerThanAFrameIsSplit(t *testing.T) {
 	infos, err := c.Lookup(testContext(t), make([]string, 0)...)
 	if err != nil || len(infos) != 0 {
 		t.Errorf("no keys: %v, %v", infos, err)
+	}
+}
+
+func TestNoMoreIsAnnouncedAtATimeThanAPeerTakes(t *testing.T) {
+	n := startNode(t, testConfig(t, 16))
+	c := dial(t, n)
+	put(t, c, "k", 1, 1)
+	items := make([]client.AnnounceItem, wire.MaxEntries+1)
+	for i := range items {
+		items[i] = client.AnnounceItem{Key: fmt.Sprint("k", i)}
+	}
+	items[0].Key = "k"
+	if _, err := c.Announce(testContext(t), items); !errors.Is(err, client.ErrLimit) {
+		t.Errorf("%d keys: %v", len(items), err)
+	}
+	if holds := n.pools[0].cache.Stats().Holds; holds != 0 {
+		t.Errorf("%d holds", holds)
+	}
+	p, err := c.Announce(testContext(t), items[:wire.MaxEntries])
+	if err != nil || p.Len() != wire.MaxEntries {
+		t.Fatalf("%d keys: %v", p.Len(), err)
+	}
+	results, err := c.Fetch(testContext(t), p, 0)
+	if err != nil {
+		t.Fatalf("what was announced is not taken: %v", err)
+	}
+	for range results {
 	}
 }
 

@@ -38,6 +38,8 @@ func counter(name, help string, labels ...string) metric {
 var (
 	mInfo = gauge("info", "The node, always 1.", "node", "instance", "ec_protocol")
 
+	mPlaneUp = gauge("plane_up", "Whether a data plane passed its last check, or has none: 1 or 0.", "plane")
+
 	mEntries      = gauge("entries", "Entries of a pool by state.", "pool", "state")
 	mBytes        = gauge("bytes", "Bytes of a pool by what they are used for: free, filling, ready, quarantined.", "pool", "state")
 	mPinnedBytes  = gauge("pinned_bytes", "Bytes of entries that somebody uses.", "pool")
@@ -125,6 +127,13 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	e := emitter(out)
 	n := c.n
 	e.put(mInfo, 1, n.id, n.s.Instance, string('0'+rune(n.s.ECProtocol)))
+	for _, p := range n.planes {
+		up := 1.0
+		if n.planeHealth.of(p) != nil {
+			up = 0
+		}
+		e.put(mPlaneUp, up, p.Name())
+	}
 	for _, p := range n.pools {
 		e.cache(p)
 		e.consumer(p)

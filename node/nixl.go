@@ -89,5 +89,11 @@ func openNIXL(ctx context.Context, s *settings, log *slog.Logger) (transfer.Plan
 	if err := p.SelfTest(ctx); err != nil {
 		return nil, errors.Join(fmt.Errorf("it cannot read from itself: %w; ferry doctor says more", err), p.Close())
 	}
-	return p, nil
+	return &nixlPlane{p, nixl.NewChecker(p)}, nil
+}
+
+// nixlPlane is a plane that can be checked.
+type nixlPlane struct {
+	*nixl.Plane
+	*nixl.Checker
 }

@@ -27,18 +27,19 @@ import (
 
 // Node is a running node. Its methods are safe for concurrent use.
 type Node struct {
-	s        *settings
-	log      *slog.Logger
-	started  time.Time
-	id       string
-	pools    []*pool
-	planes   []transfer.Plane
-	loop     *control.Loop
-	router   *control.Router
-	producer *ec.Producer
-	engines  *engines
-	admin    *adminServer // nil: off
-	ready    Ready
+	s           *settings
+	log         *slog.Logger
+	started     time.Time
+	id          string
+	pools       []*pool
+	planes      []transfer.Plane
+	loop        *control.Loop
+	router      *control.Router
+	producer    *ec.Producer
+	engines     *engines
+	planeHealth *planeHealth
+	admin       *adminServer // nil: off
+	ready       Ready
 
 	closers []closer // in the order of bringing up
 	busy    bool     // something may still touch the pools: they stay mapped
@@ -88,6 +89,7 @@ func Start(ctx context.Context, c Config, log *slog.Logger) (*Node, error) {
 		return nil, errors.Join(err, n.takeDown(downCtx))
 	}
 	n.watch()
+	go n.planeHealth.watch(n.closed)
 	n.log.Info("node ready", "socket", n.ready.Socket, "side_channel", net.JoinHostPort(s.host, strconv.Itoa(n.ready.PeerPort)),
 		"advertised", n.ready.PeerHost, "admin", n.ready.Admin, "planes", n.planeList(), "ec_protocol", s.ECProtocol, "instance", s.Instance)
 	return n, nil
@@ -168,7 +170,7 @@ func (n *Node) startPlanes(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	n.planes = planes
+	n.planes, n.planeHealth = planes, newPlaneHealth(planes, n.log)
 	for _, p := range planes {
 		n.up("plane "+p.Name(), func(context.Context) error { return p.Close() })
 	}
@@ -312,7 +314,7 @@ func (n *Node) watch() {
 			case <-n.closed:
 				return
 			}
-			if err := n.notReady(); err != nil && !errors.Is(err, errEnding) {
+			if err := n.over(); err != nil && !errors.Is(err, errEnding) {
 				n.log.Error("node cannot serve any more", "error", err)
 				n.fail(err)
 			}

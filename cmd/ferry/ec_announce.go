@@ -3,9 +3,11 @@ package main
 import (
 	"bytes"
 	"encoding/json"
+	"fmt"
 
 	"github.com/spf13/cobra"
 
+	"github.com/tensorferry/tensorferry/ec/wire"
 	"github.com/tensorferry/tensorferry/node/client"
 )
 
@@ -38,6 +40,9 @@ The position of KEY on the command line is its item index.`,
 				at[k] = len(items)
 				items = append(items, client.AnnounceItem{Key: k, ItemIndices: []int{i}, Metadata: compact.Bytes()})
 			}
+			if len(items) > wire.MaxEntries {
+				return usage("%d keys: one ec_transfer_params has at most %d, and nobody takes more; announce them in parts", len(items), wire.MaxEntries)
+			}
 			ctx, cancel := a.interruptible(cmd.Context())
 			defer cancel()
 			c, err := a.dial(ctx, &f, "ferry ec announce")
@@ -49,7 +54,15 @@ The position of KEY on the command line is its item index.`,
 			if err != nil {
 				return err
 			}
-			return printJSON(a.stdout, params)
+			var text bytes.Buffer
+			if err := printJSON(&text, params); err != nil {
+				return err
+			}
+			if text.Len() > wire.MaxParams {
+				return fmt.Errorf("an ec_transfer_params of %d bytes, and nobody takes more than %d: announce fewer keys at a time, or less --metadata", text.Len(), wire.MaxParams)
+			}
+			_, err = text.WriteTo(a.stdout)
+			return err
 		},
 	}
 	f.add(cmd)

@@ -2,9 +2,11 @@ package main
 
 import (
 	"io"
+	"strconv"
 	"strings"
 	"testing"
 
+	"github.com/tensorferry/tensorferry/ec/wire"
 	"github.com/tensorferry/tensorferry/node"
 )
 
@@ -79,6 +81,21 @@ func TestShapeOfPutIsChecked(t *testing.T) {
 		if _, _, err := parseShape(s); err == nil {
 			t.Errorf("parseShape(%q) was accepted", s)
 		}
+	}
+}
+
+func TestMoreKeysThanAPeerTakesAreNotAnnounced(t *testing.T) {
+	args := []string{"ec", "announce", "--socket", "/nonexistent"}
+	for i := range wire.MaxEntries + 1 {
+		args = append(args, "k"+strconv.Itoa(i))
+	}
+	var errs strings.Builder
+	if code := run(args, strings.NewReader(""), io.Discard, &errs); code != exitUsage || !strings.Contains(errs.String(), "at most 10000") {
+		t.Errorf("status %d, %q", code, errs.String())
+	}
+	errs.Reset()
+	if code := run(append(args[:len(args)-1], "k0"), strings.NewReader(""), io.Discard, &errs); code != exitFailed {
+		t.Errorf("as many as it takes, and one of them twice: status %d, %q", code, errs.String())
 	}
 }
 

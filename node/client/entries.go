@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 
 	"github.com/tensorferry/tensorferry/ec"
+	"github.com/tensorferry/tensorferry/ec/wire"
 	"github.com/tensorferry/tensorferry/node/internal/api"
 )
 
@@ -115,8 +116,12 @@ type AnnounceItem struct {
 }
 
 // Announce takes a hold on each key and gives the ec_transfer_params map, in the order of items. An item that the node refuses is
-// an error of the whole; holds taken for the others end with their lease.
+// an error of the whole; holds taken for the others end with their lease. More keys than one map may have (wire.MaxEntries), which no peer
+// would take, are ErrLimit, and nothing is held.
 func (c *Client) Announce(ctx context.Context, items []AnnounceItem) (ec.Params, error) {
+	if len(items) > wire.MaxEntries {
+		return ec.Params{}, fmt.Errorf("%w: %d keys to announce, at most %d in one ec_transfer_params: announce them in parts", ErrLimit, len(items), wire.MaxEntries)
+	}
 	ops := make([]Op, len(items))
 	for i, item := range items {
 		ops[i] = AnnounceOp(item)

@@ -1,0 +1,101 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net/http"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/tensorferry/tensorferry/transfer"
+	"github.com/tensorferry/tensorferry/transfer/transfertest"
+)
+
+// faulty is a plane whose checks do as they are told.
+type faulty struct {
+	transfer.Plane
+	fails, hangs atomic.Bool
+	checks       atomic.Int64
+}
+
+func (p *faulty) Check(ctx context.Context) error {
+	p.checks.Add(1)
+	if p.hangs.Load() {
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	if p.fails.Load() {
+		return errors.New("the agents keep dying")
+	}
+	return nil
+}
+
+func newFaulty() *faulty { return &faulty{Plane: (&transfertest.Fabric{}).Plane()} }
+
+// C78: every transfer failed while all were Ready.
+func TestReadinessFollowsAPlaneThatBreaksAndRecovers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newFaulty()
+		h := newPlaneHealth([]transfer.Plane{p, (&transfertest.Fabric{}).Plane()}, slog.New(slog.DiscardHandler))
+		closed := make(chan struct{})
+		go h.watch(closed)
+		at := func(d time.Duration, want string) {
+			t.Helper()
+			time.Sleep(d)
+			synctest.Wait()
+			if err := h.failed(); (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
+				t.Errorf("after %v: %v, want %q", d, err, want)
+			}
+		}
+		at(time.Minute, "")
+		if n := p.checks.Load(); n != int64(time.Minute/checkEvery) {
+			t.Errorf("%d checks in a minute", n)
+		}
+		p.fails.Store(true)
+		at(checkEvery, "") // it may have been the moment in which an agent is started again
+		at(checkAgain, "the agents keep dying")
+		at(time.Hour, "the agents keep dying")
+		p.fails.Store(false)
+		at(checkAgain, "")
+		p.hangs.Store(true)
+		at(checkEvery+2*checkTimeout+checkAgain, "deadline")
+		close(closed) // also during a check that hangs
+	})
+}
+
+func TestANodeWhosePlaneIsBrokenIsNotReadyAndHealthy(t *testing.T) {
+	cfg := testConfig(t, 16)
+	cfg.Admin = "127.0.0.1:0"
+	n := startNode(t, cfg)
+	status := func(path string) (int, string) {
+		t.Helper()
+		r, err := http.Get("http://" + n.Ready().Admin + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Body.Close()
+		var text strings.Builder
+		if err := r.Write(&text); err != nil {
+			t.Fatal(err)
+		}
+		return r.StatusCode, text.String()
+	}
+	n.planeHealth.set(n.planes[0], errors.New("the agents keep dying"))
+	if code, text := status("/readyz"); code != http.StatusServiceUnavailable || !strings.Contains(text, n.planes[0].Name()+": the agents keep dying") {
+		t.Errorf("readyz: %d %s", code, text)
+	}
+	if code, _ := status("/healthz"); code != http.StatusOK {
+		t.Errorf("healthz: %d: a restart would not help", code)
+	}
+	if _, text := status("/metrics"); !strings.Contains(text, `tensorferry_plane_up{plane="`+n.planes[0].Name()+`"} 0`) {
+		t.Error("not in /metrics")
+	}
+	n.planeHealth.set(n.planes[0], nil)
+	if code, _ := status("/readyz"); code != http.StatusOK {
+		t.Errorf("readyz: %d", code)
+	}
+}
