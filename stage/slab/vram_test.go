@@ -9,91 +9,16 @@ import (
 	"io"
 	"os"
 	"os/exec"
-	"runtime"
 	"strings"
 	"testing"
-	"unsafe"
-
-	"github.com/ebitengine/purego"
 
 	"github.com/tensorferry/tensorferry/region"
+	"github.com/tensorferry/tensorferry/stage/slab/gputest"
 	"github.com/tensorferry/tensorferry/stage/wire"
-	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/transfer"
 	"github.com/tensorferry/tensorferry/transfer/nixl"
 	"github.com/tensorferry/tensorferry/transfer/transfertest"
 )
-
-// gpu is as much of the CUDA driver as these tests need: memory on one device. Without a GPU the test is skipped.
-type gpu struct {
-	t                                                      testing.TB
-	alloc, free, toDevice, toHost, setCurrent, synchronize uintptr
-	context                                                uintptr
-	number                                                 int
-}
-
-// newGPU takes the device of that number, or the last one there is.
-func newGPU(t testing.TB, number int) *gpu {
-	t.Helper()
-	lib, err := purego.Dlopen("libcuda.so.1", purego.RTLD_NOW|purego.RTLD_GLOBAL)
-	if err != nil {
-		t.Skipf("no CUDA driver here: %v", err)
-	}
-	sym := func(name string) uintptr {
-		p, err := purego.Dlsym(lib, name)
-		must(t, err)
-		return p
-	}
-	g := &gpu{
-		t: t, alloc: sym("cuMemAlloc_v2"), free: sym("cuMemFree_v2"), toDevice: sym("cuMemcpyHtoD_v2"), toHost: sym("cuMemcpyDtoH_v2"),
-		setCurrent: sym("cuCtxSetCurrent"), synchronize: sym("cuCtxSynchronize"),
-	}
-	if r, _, _ := purego.SyscallN(sym("cuInit"), 0); int32(r) != 0 {
-		t.Skipf("no GPU here: cuInit gives %d", int32(r))
-	}
-	var count, device int32
-	g.must("cuDeviceGetCount", sym("cuDeviceGetCount"), uintptr(unsafe.Pointer(&count)))
-	g.number = min(number, int(count)-1)
-	g.must("cuDeviceGet", sym("cuDeviceGet"), uintptr(unsafe.Pointer(&device)), uintptr(g.number))
-	g.must("cuDevicePrimaryCtxRetain", sym("cuDevicePrimaryCtxRetain"), uintptr(unsafe.Pointer(&g.context)), uintptr(device))
-	return g
-}
-
-//go:uintptrescapes
-func (g *gpu) must(name string, f uintptr, args ...uintptr) {
-	g.t.Helper()
-	if r, _, _ := purego.SyscallN(f, args...); int32(r) != 0 {
-		g.t.Fatalf("%s gives %d", name, int32(r))
-	}
-}
-
-// memory allocates n bytes of VRAM, which the caller frees.
-func (g *gpu) memory(n int64) (addr uint64, free func()) {
-	g.t.Helper()
-	runtime.LockOSThread() // a CUDA context is current for a thread
-	defer runtime.UnlockOSThread()
-	g.must("cuCtxSetCurrent", g.setCurrent, g.context)
-	var p uintptr
-	g.must("cuMemAlloc", g.alloc, uintptr(unsafe.Pointer(&p)), uintptr(n))
-	return uint64(p), func() { purego.SyscallN(g.free, p) }
-}
-
-func (g *gpu) write(to uint64, b []byte) {
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	g.must("cuCtxSetCurrent", g.setCurrent, g.context)
-	g.must("cuMemcpyHtoD", g.toDevice, uintptr(to), uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)))
-	g.must("cuCtxSynchronize", g.synchronize)
-}
-
-func (g *gpu) read(from uint64, n int64) []byte {
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	b := make([]byte, n)
-	g.must("cuCtxSetCurrent", g.setCurrent, g.context)
-	g.must("cuMemcpyDtoH", g.toHost, uintptr(unsafe.Pointer(&b[0])), uintptr(from), uintptr(len(b)))
-	return b
-}
 
 func filled(n int64, seed uint64) []byte {
 	b := make([]byte, n)
@@ -102,20 +27,20 @@ func filled(n int64, seed uint64) []byte {
 }
 
 // vramSlab is a slab over NIXL in this process, with memory of one GPU.
-func vramSlab(t testing.TB, name string, g *gpu, n int64) (s *Slab, d *DeviceMemory, addr uint64) {
+func vramSlab(t testing.TB, name string, g *gputest.GPU, n int64) (s *Slab, d *DeviceMemory, addr uint64) {
 	t.Helper()
 	p, err := nixl.New(nixl.Options{Library: libraryPath()})
 	if err != nil {
 		t.Skipf("no NIXL here: %v", err)
 	}
-	addr, free := g.memory(n)
+	addr, free := g.Memory(n)
 	t.Cleanup(free)
 	// CUDA registers the slab too, and takes mappings of shared memory, not those of a disk's files.
 	dir, err := os.MkdirTemp(region.DefaultDir, name)
 	must(t, err)
 	t.Cleanup(func() { must(t, os.Remove(dir)) })
 	s = newSlab(t, dir, name, 8<<20, p)
-	d, err = s.Device(patient(t), tensor.Device{Kind: "cuda", Index: g.number}, addr, n)
+	d, err = s.Device(patient(t), g.Device(), addr, n)
 	must(t, err)
 	t.Cleanup(func() { must(t, d.Close()) })
 	return s, d, addr
@@ -136,7 +61,7 @@ func TestVRAMProducerProcess(t *testing.T) {
 	if len(sizes) == 0 {
 		t.Skip("only in a process that another test starts")
 	}
-	g := newGPU(t, 0)
+	g := gputest.New(t, 0)
 	total := int64(0)
 	host := make([]int64, len(sizes))
 	for i, n := range sizes {
@@ -157,9 +82,9 @@ func TestVRAMProducerProcess(t *testing.T) {
 			copy(b.Slices()[i], want)
 			continue
 		}
-		g.write(at, want)
+		g.Write(at, want)
 		must(t, b.Place(i, d, at, n))
-		specs[i].Device = tensor.Device{Kind: "cuda", Index: g.number}
+		specs[i].Device = g.Device()
 		at += uint64(roundUp(n, Align))
 	}
 	p := b.Payload(specs)
@@ -210,14 +135,14 @@ func startVRAMProducer(t testing.TB, sizes ...int64) (plain, own *wire.Metadata)
 
 // A payload in VRAM and DRAM of another process is read into VRAM and DRAM of this one, each into each.
 func TestVRAMPayloadsOfAnotherProcess(t *testing.T) {
-	g := newGPU(t, 1)
+	g := gputest.New(t, 1)
 	const n = 16 << 20
 	sizes := []int64{n, 1 << 20, 700, 900, n}
 	plain, own := startVRAMProducer(t, sizes...)
 	s, d, addr := vramSlab(t, "vram-consumer", g, 4*n)
 	for name, m := range map[string]*wire.Metadata{"plain": plain, "own": own} {
 		t.Run(name, func(t *testing.T) {
-			g.write(addr, make([]byte, 4*n))
+			g.Write(addr, make([]byte, 4*n))
 			b, err := s.Alloc(patient(t), []int64{0, 0, 700, 900, 0})
 			must(t, err)
 			defer b.Free()
@@ -229,7 +154,7 @@ func TestVRAMPayloadsOfAnotherProcess(t *testing.T) {
 			if plane != transfer.NIXL {
 				t.Error(plane)
 			}
-			for i, got := range [][]byte{g.read(addr, n), g.read(addr+n, 1<<20), b.Slices()[2], b.Slices()[3], g.read(addr+2*n, n)} {
+			for i, got := range [][]byte{g.Read(addr, n), g.Read(addr+n, 1<<20), b.Slices()[2], b.Slices()[3], g.Read(addr+2*n, n)} {
 				if !bytes.Equal(got, filled(sizes[i], 7+uint64(i)*1000)) {
 					t.Errorf("tensor %d of %d bytes has other bytes", i, sizes[i])
 				}
@@ -240,7 +165,7 @@ func TestVRAMPayloadsOfAnotherProcess(t *testing.T) {
 
 // BenchmarkVRAMGet reads a tensor in VRAM of another process, on GPU 0, into VRAM of this one, on GPU 1 where there are two.
 func BenchmarkVRAMGet(b *testing.B) {
-	g := newGPU(b, 1)
+	g := gputest.New(b, 1)
 	for _, n := range []int64{64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30} {
 		b.Run(fmt.Sprintf("%dKiB", n>>10), func(b *testing.B) {
 			plain, _ := startVRAMProducer(b, n)
@@ -259,7 +184,7 @@ func BenchmarkVRAMGet(b *testing.B) {
 				get()
 			}
 			b.StopTimer()
-			if !bytes.Equal(g.read(addr, n), filled(n, 7)) {
+			if !bytes.Equal(g.Read(addr, n), filled(n, 7)) {
 				b.Error("other bytes")
 			}
 		})
