@@ -129,6 +129,7 @@ func (g *grant) settle(answered bool) (withdraw func()) {
 // file records a new claim. With the lock.
 func (s *Store) file(c *claim) {
 	c.p.claims[c.id] = c
+	s.verified.again(c.p.generation, c.id)
 	if c.owner != "" {
 		if s.owners[c.owner] == nil {
 			s.owners[c.owner] = make(map[*claim]struct{})
@@ -193,7 +194,14 @@ func (s *Store) Done(c Claim) (held bool) { return now(s.done(c)) }
 // The reader has no READ under way any more.
 func (s *Store) Fail(c Claim) (held bool) { return now(s.fail(c)) }
 
-// now withdraws what done and fail leave to be withdrawn.
+// Verify is Done for an own reader that has to know whether its claim held, and that may not hear the answer: asked again within
+// RetryGrace, over any connection, it is held again. Nothing else about a claim that ended is remembered.
+func (s *Store) Verify(c Claim) (held bool) {
+	a, withdraw := s.verify(c)
+	return now(a == wire.Held, withdraw)
+}
+
+// now withdraws what done, fail and verify leave to be withdrawn.
 func now(held bool, withdraw func()) bool {
 	if withdraw != nil {
 		withdraw()
@@ -204,14 +212,29 @@ func now(held bool, withdraw func()) bool {
 // done is Done. withdraw, if not nil, has to be called by anybody, soon: it may wait for the memory, and releases the payload. It is
 // nil, and done has done it, where nothing can wait: the reader got the bytes themselves.
 func (s *Store) done(c Claim) (held bool, withdraw func()) {
-	return s.finish(c, func(p *payload) (keep bool) {
-		s.stats.Done++
-		p.read(c.ID)
-		if !p.consumed() {
-			p.keepForRetry()
-		}
-		return !p.consumed()
+	return s.finish(c, func(p *payload) (keep bool) { return p.consume(c.ID) })
+}
+
+// verify is Verify, with withdraw as in done. The answer is Held or Lost, or NotFound while the claim is another connection's: if
+// its reader lost that one, what ends the claim is on its way.
+func (s *Store) verify(c Claim) (answer wire.Status, withdraw func()) {
+	held, withdraw := s.finish(c, func(p *payload) (keep bool) {
+		s.lookAt(s.verified.add(c, time.Now()))
+		return p.consume(c.ID)
 	})
+	if held {
+		return wire.Held, withdraw
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := s.payloads[c.Key]
+	switch {
+	case s.verified.has(c, time.Now()):
+		return wire.Held, nil
+	case p != nil && p.generation == c.Generation && p.claims[c.ID] != nil:
+		return wire.NotFound, nil
+	}
+	return wire.Lost, nil
 }
 
 // fail is Fail, with withdraw as in done.

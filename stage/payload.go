@@ -56,6 +56,17 @@ func (p *payload) read(id wire.ID) {
 	}
 }
 
+// consume ends a claim whose reader has the payload, and says whether that is kept if no other claim is left.
+func (p *payload) consume(id wire.ID) (keep bool) {
+	p.store.stats.Done++
+	p.read(id)
+	if p.consumed() {
+		return false
+	}
+	p.keepForRetry()
+	return true
+}
+
 // consumed is true once all the readers that were wanted have read it.
 func (p *payload) consumed() bool { return len(p.reads) >= p.readers }
 

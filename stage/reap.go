@@ -125,6 +125,9 @@ func (s *Store) expire(now time.Time) {
 		free = p.retire(free, Expired)
 	}
 	s.forgetFailures(now)
+	if next := s.verified.forget(now); !next.IsZero() {
+		s.lookAt(next)
+	}
 }
 
 // forgetFailures drops those whose time is over. With the lock.

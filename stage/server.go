@@ -157,11 +157,13 @@ func (h *serverHandler) Message(from control.Source, body []byte) {
 		s.send(from.ID, c.Ask, &wire.Reply{Status: wire.Acked})
 	case wire.Verify:
 		s.counts.verifies.Add(1)
-		held := s.end(c, s.store.done)
-		if held != wire.Held {
+		s.unparkClaim(c)
+		answer, withdraw := s.store.verify(c)
+		behind(withdraw)
+		if answer == wire.Lost {
 			s.counts.lost.Add(1)
 		}
-		s.send(from.ID, c.Ask, &wire.Reply{Status: held})
+		s.send(from.ID, c.Ask, &wire.Reply{Status: answer})
 	case wire.Fail:
 		s.counts.fails.Add(1)
 		s.send(from.ID, c.Ask, &wire.Reply{Status: s.end(c, s.store.fail)})
@@ -196,17 +198,22 @@ func (h *serverHandler) Left(from control.Source) {
 
 // end ends a claim, and what waits for it. Its grant is withdrawn behind: that may take time.
 func (s *Server) end(c Claim, how func(Claim) (held bool, withdraw func())) wire.Status {
-	if c.Owner != "" {
-		s.mu.Lock()
-		s.unpark(s.waiting[c.Owner][c.ID])
-		s.mu.Unlock()
-	}
+	s.unparkClaim(c)
 	held, withdraw := how(c)
 	behind(withdraw)
 	if held {
 		return wire.Held
 	}
 	return wire.Lost
+}
+
+// unparkClaim ends what waits for a claim of an own reader.
+func (s *Server) unparkClaim(c Claim) {
+	if c.Owner != "" {
+		s.mu.Lock()
+		s.unpark(s.waiting[c.Owner][c.ID])
+		s.mu.Unlock()
+	}
 }
 
 // behind withdraws what a claim leaves, which may take time; the store waits for it.

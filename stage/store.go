@@ -61,7 +61,7 @@ type Options struct {
 	Lease       time.Duration // how long an unclaimed payload is kept, from its put
 	Transfer    time.Duration // how long a reader may take, from its claim (the peers' transfer timeout)
 	Margin      time.Duration // added to Transfer before a claim without an end is ended by force
-	RetryGrace  time.Duration // how long a payload is kept at least after a reader failed, or for the next of several
+	RetryGrace  time.Duration // how long a payload is kept at least after a reader failed, or for the next of several; how long Verify may be repeated
 	FailureKept time.Duration // how long Abort is remembered
 	MaxBytes    int64         // of all payloads together; 0 is no cap
 	MaxPayloads int           // also of failures that are remembered
@@ -131,6 +131,7 @@ type Store struct {
 	payloads map[string]*payload
 	live     map[*payload]struct{} // whose memory is not released yet: those in payloads, and those that are only being withdrawn
 	failures map[string]failure
+	verified verified
 	watchers map[string]map[*func()]struct{}
 	owners   map[string]map[*claim]struct{} // claims that end with their connection
 	sources  map[string]int                 // how many claims each holds
@@ -177,6 +178,7 @@ func NewStore(o Options) (*Store, error) {
 		payloads: make(map[string]*payload),
 		live:     make(map[*payload]struct{}),
 		failures: make(map[string]failure),
+		verified: verified{keep: o.RetryGrace, until: make(map[claimName]time.Time)},
 		watchers: make(map[string]map[*func()]struct{}),
 		owners:   make(map[string]map[*claim]struct{}),
 		sources:  make(map[string]int),

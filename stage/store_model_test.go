@@ -68,6 +68,9 @@ type model struct {
 	keys map[string]*modelPayload
 	all  []*modelPayload
 	seen []wire.ID // generations, old ones too
+
+	verified map[claimName]time.Time // until when
+	last     Claim                   // that was verified
 }
 
 // settle retires what is over, and looks whether exactly the memory of retired payloads is released.
@@ -198,6 +201,9 @@ func (m *model) claim(t *rapid.T) {
 		if md.Generation != p.generation || md.Claim != c.ID {
 			t.Fatalf("%+v", md)
 		}
+		if _, held := p.claims[k]; !held {
+			delete(m.verified, claimName{p.generation, c.ID})
+		}
 		p.claims[k] = time.Now().Add(m.o.Transfer + m.o.Margin)
 		p.claimed = true
 	} else if !errors.Is(err, ErrNotFound) && !errors.Is(err, ErrFailed) {
@@ -209,6 +215,36 @@ func (m *model) done(t *rapid.T) {
 	c := m.draw(t)
 	if got, want := m.s.Done(c), m.end(c, true); got != want {
 		t.Fatalf("done %+v: %v, want %v", c, got, want)
+	}
+}
+
+func (m *model) verify(t *rapid.T) {
+	c := m.draw(t)
+	name := claimName{c.Generation, c.ID}
+	want := m.end(c, true)
+	if want {
+		m.verified[name] = time.Now().Add(m.o.RetryGrace)
+	} else {
+		want = time.Now().Before(m.verified[name])
+	}
+	if got := m.s.Verify(c); got != want {
+		t.Fatalf("verify %+v: %v, want %v", c, got, want)
+	}
+	m.last = c
+}
+
+// verifyAgain is what a reader does that did not hear the answer: by another connection.
+func (m *model) verifyAgain(t *rapid.T) {
+	c := m.last
+	c.Owner = rapid.SampledFrom([]string{"o1", "o2"}).Draw(t, "owner")
+	p := m.keys[c.Key]
+	if k := (Claim{Key: c.Key, ID: c.ID, Owner: c.Owner}); p != nil && p.generation == c.Generation {
+		if _, held := p.claims[k]; held {
+			return // it is verified for the first time
+		}
+	}
+	if got, want := m.s.Verify(c), time.Now().Before(m.verified[claimName{c.Generation, c.ID}]); got != want {
+		t.Fatalf("verify %+v again: %v, want %v", c, got, want)
 	}
 }
 
@@ -268,7 +304,7 @@ func TestTheStoreBehavesAsItsModel(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			m := &model{s: s, o: o, keys: make(map[string]*modelPayload)}
+			m := &model{s: s, o: o, keys: make(map[string]*modelPayload), verified: make(map[claimName]time.Time)}
 			defer func() {
 				ctx, cancel := context.WithCancel(context.Background())
 				cancel()
@@ -285,7 +321,7 @@ func TestTheStoreBehavesAsItsModel(t *testing.T) {
 				}
 			}()
 			t.Repeat(map[string]func(*rapid.T){
-				"put": m.put, "claim": m.claim, "claim again": m.claim, "done": m.done, "fail": m.fail, "drop": m.drop,
+				"put": m.put, "claim": m.claim, "claim again": m.claim, "done": m.done, "verify": m.verify, "verify again": m.verifyAgain, "fail": m.fail, "drop": m.drop,
 				"cleanup": m.cleanup, "abort": m.abort, "sleep": m.sleep, "": m.settle,
 			})
 		})
