@@ -91,7 +91,13 @@ func (g *gate) accept() {
 		})
 		g.running.Go(func() {
 			g.answers(in, out)
-			_ = in.Close()
+			g.mu.Lock()
+			defer g.mu.Unlock()
+			if end := func() { _ = in.Close() }; g.closed {
+				g.back = append(g.back, end) // who waits for the answer is not told that the producer is gone
+			} else {
+				end()
+			}
 		})
 	}
 }

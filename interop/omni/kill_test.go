@@ -75,15 +75,12 @@ func TestALateReadOfARealReaderFailsAndIsNoHarm(t *testing.T) {
 			}
 			r.wants(getting(other), v.Bytes(), describe(raw(tensor.Uint8, 77, 16<<20)))
 			e.ended(other, stage.Read)
-			r.idle()
 		})
 	}
 }
 
 // Readers that work are not disturbed by the end of one that does not.
 func TestARealReaderGoesOnWhileAnotherOneIsStoppedByForce(t *testing.T) {
-	o := hasty
-	o.Margin = 0
 	e := newOurs(t, settings{store: stage.Options{Transfer: 5 * time.Second, Margin: time.Millisecond}})
 	dead, slow := newReceiver(t, nil), newReceiver(t, nil)
 	p := e.put("dead", one, stage.PutOptions{})
