@@ -7,7 +7,6 @@ import (
 	"net"
 	"sync"
 	"testing"
-	"time"
 )
 
 // gate is a TCP proxy in front of a side channel that can hold back what the producer answers. Heartbeats pass, so that nobody takes the
@@ -19,7 +18,6 @@ type gate struct {
 	mu      sync.Mutex
 	closed  bool // answers are held back
 	back    []answer
-	from    time.Time // since when the first of them is
 	conns   []net.Conn
 	keep    bool // a peer is not told that the producer is gone
 	running sync.WaitGroup
@@ -68,12 +66,6 @@ func (g *gate) held() int {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return len(g.back)
-}
-
-func (g *gate) since() time.Time {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	return g.from
 }
 
 // hide keeps the peers' connections while the producer goes, until cut.
@@ -174,9 +166,6 @@ func (g *gate) pass(a answer, command bool) {
 	if !g.closed || command {
 		_, _ = a.to.Write(a.text)
 		return
-	}
-	if len(g.back) == 0 {
-		g.from = time.Now()
 	}
 	g.back = append(g.back, a)
 }

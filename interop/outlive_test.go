@@ -25,11 +25,12 @@ func TestAWarmVLLMReadsWhatANodeGrantedThatWasKilled(t *testing.T) {
 		}
 		t.Run(name, func(t *testing.T) {
 			flags := []string{"--ec-cpu-bytes", "4MiB", "--timeouts-hold-lease", "1s"}
+			c := launchConsumer(t)
 			n := startNode(t, flags...)
-			c := startConsumer(t)
 			gate := newGate(t, n.address())
 			warm := entries(0, 1, 64*kib)
 			n.put(warm)
+			c.ready()
 			c.pullAll(gate.address(), warm)
 
 			late := entries(1, 1, 512*kib)

@@ -3,6 +3,7 @@ package interop
 import (
 	"maps"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -163,4 +164,24 @@ func TestNIXLVersionsThatCrashEachOther(t *testing.T) {
 			t.Errorf("agents %v, which were %v", now, before)
 		}
 	})
+}
+
+// The binding's own tests and the plane's conformance, over 1.5.1: a process can open one library only.
+func TestTheBindingAndThePlaneOverNIXL15(t *testing.T) {
+	lib, _ := newer(t)
+	for _, c := range []struct{ pkg, tests string }{
+		{"../nixl", "."},
+		{"../transfer/nixl", "ConformsInProcesses|DiesCostsOnly|OutlivesItsNode|ReadsFromItself"},
+	} {
+		t.Run(c.pkg, func(t *testing.T) {
+			t.Parallel()
+			cmd := exec.Command("go", "test", "-count", "1", "-v", "-run", c.tests, c.pkg)
+			cmd.Env = append(slices.Concat(os.Environ(), lib), "FERRY_INTEROP_REQUIRED=1")
+			out, err := cmd.CombinedOutput()
+			if err != nil {
+				t.Fatalf("%v\n%s", err, out)
+			}
+			t.Logf("%d tests passed", strings.Count(string(out), "--- PASS"))
+		})
+	}
 }
