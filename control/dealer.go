@@ -100,6 +100,9 @@ func (d *Dealer) Send(body []byte) error {
 	return nil
 }
 
+// SendSoon implements Conn. It is Send: the loop takes what is queued at once.
+func (d *Dealer) SendSoon(body []byte) error { return d.Send(body) }
+
 // Dropped counts incoming messages dropped for their frame count.
 func (d *Dealer) Dropped() (frames uint64) {
 	d.l.mu.Lock()

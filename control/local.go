@@ -246,7 +246,7 @@ func (p *localPeer) send(m parcel) error {
 	if err != nil {
 		return err
 	}
-	err = p.s.send(body)
+	err = p.s.send(body, false)
 	if err == nil {
 		return nil
 	}

@@ -12,6 +12,8 @@ import (
 // Conn is what a DealerHandler's owner sends by: a Dealer or a LocalDealer.
 type Conn interface {
 	Send(body []byte) error
+	// SendSoon is Send for a message that nobody waits for: it may go with the next one, or when the loop has nothing else to do.
+	SendSoon(body []byte) error
 	Close() error
 }
 
@@ -71,10 +73,17 @@ func (d *LocalDealer) Name() string { return d.name }
 // be, ErrGone after the connection has ended, ErrClosed after Close. A message that was accepted reaches the peer, or the connection
 // ends with Down.
 func (d *LocalDealer) Send(body []byte) error {
+	return d.send(body, false)
+}
+
+// SendSoon implements Conn. Errors are those of Send.
+func (d *LocalDealer) SendSoon(body []byte) error { return d.send(body, true) }
+
+func (d *LocalDealer) send(body []byte, soon bool) error {
 	if d.s.ended(d.s.l) {
 		return ErrClosed
 	}
-	return d.s.send(body)
+	return d.s.send(body, soon)
 }
 
 // Close lets go of the connection, soon. No handler call begins afterwards. Messages not yet written are dropped. Idempotent; it does

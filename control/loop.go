@@ -60,6 +60,7 @@ type Loop struct {
 	mu      sync.Mutex
 	calls   []func()
 	ready   []member
+	late    []*stream   // to be flushed before the owner sleeps
 	asleep  bool        // the owner sleeps, or is about to
 	err     error       // why the loop ended, if not by Close
 	closing atomic.Bool // no new members, no new calls; set under mu
@@ -75,6 +76,7 @@ type Loop struct {
 	found      int      // of events
 	spareCalls []func() // take turns with calls and ready
 	spareReady []member
+	spareLate  []*stream
 	yieldAt    time.Time // not before
 	yieldPause time.Duration
 	members    map[member]struct{} // not yet released
@@ -354,6 +356,9 @@ func (l *Loop) ring() {
 // sleep returns how long epoll may wait, in milliseconds: not at all if there is work, else until the next alarm.
 func (l *Loop) sleep() int {
 	l.mu.Lock()
+	for len(l.late) > 0 {
+		l.flushLate()
+	}
 	idle := len(l.calls) == 0 && len(l.ready) == 0 && !l.closing.Load()
 	l.asleep = idle
 	if idle {
@@ -368,6 +373,36 @@ func (l *Loop) sleep() int {
 	}
 	d := max(time.Until(l.alarms[0].at), 0)
 	return int(min((d+time.Millisecond-1)/time.Millisecond, 1<<30))
+}
+
+// flushLater lets s be flushed before the owner sleeps. It is false if it sleeps, and would have to be woken.
+func (l *Loop) flushLater(s *stream) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.asleep {
+		return false
+	}
+	if !s.late {
+		s.late = true
+		l.late = append(l.late, s)
+	}
+	return true
+}
+
+// flushLate lets go of mu meanwhile, which the caller holds.
+func (l *Loop) flushLate() {
+	late := l.late
+	for _, s := range late {
+		s.late = false
+	}
+	l.late = l.spareLate[:0]
+	l.mu.Unlock()
+	for i, s := range late {
+		s.flush()
+		late[i] = nil
+	}
+	l.spareLate = late
+	l.mu.Lock()
 }
 
 // dispatch gives a turn to the member that watches fd.

@@ -50,11 +50,15 @@ type stream struct {
 	user  streamUser
 	limit uint32 // of an incoming message, in bytes
 
-	mu     sync.Mutex // before Loop.mu
-	fd     int        // -1 when released
-	out    []outFrame // accepted and not written; the epoll looks for room while there are any
-	at     int        // bytes of out[0] that are written, its word included
-	queued int64      // bytes of bodies in out, counted in Loop.total
+	mu     sync.Mutex  // before Loop.mu
+	fd     int         // -1 when released
+	out    []outFrame  // accepted and not written
+	few    [4]outFrame // memory for out, which mostly does
+	at     int         // bytes of out[0] that are written, its word included
+	queued int64       // bytes of bodies in out, counted in Loop.total
+	full   bool        // the epoll looks for room; else out waits for the end of the turn, or for Loop.late
+	corked bool        // the owner takes in messages
+	late   bool        // in Loop.late; guarded by Loop.mu
 
 	// Owner only.
 	in       []byte // come and not handled: part of a message, or more if the last turn ended before that
@@ -109,7 +113,7 @@ func (s *stream) release() {
 		s.fd = -1
 	}
 	queued := s.queued
-	s.out, s.at, s.queued = nil, 0, 0
+	s.out, s.at, s.queued, s.full = nil, 0, 0, false
 	s.mu.Unlock()
 	l.mu.Lock()
 	l.total.bytes -= queued
@@ -151,6 +155,8 @@ func (s *stream) done() bool { return s.ended(s.l) || s.user.over() }
 
 // receive hands on what has come: about turnBudget messages, then behind is set.
 func (s *stream) receive() error {
+	s.cork()
+	defer s.uncork()
 	budget := turnBudget
 	if s.behind {
 		rest, err := s.handle(s.in, &budget)

@@ -14,11 +14,14 @@ const (
 	gather = 32
 	// flushBudget is how many bytes a stream may write in one turn, while other goroutines cannot send by it.
 	flushBudget = 1 << 20
+	// corkBytes is how much may wait for the end of a turn: what a reader takes in at once.
+	corkBytes = readSize
 )
 
-// send writes a message, or queues what the kernel has no room for. It is called by any goroutine. ErrGone when the connection has
+// send writes a message, or queues what the kernel has no room for. Its message waits while the stream is corked; soon says that it may
+// also wait for the next one, or until the owner has nothing else to do. It is called by any goroutine. ErrGone when the connection has
 // ended.
-func (s *stream) send(body []byte) error {
+func (s *stream) send(body []byte, soon bool) error {
 	size := int64(len(body))
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -28,16 +31,38 @@ func (s *stream) send(body []byte) error {
 	if err := s.admit(size); err != nil {
 		return err
 	}
-	f, n := newOutFrame(uint32(size), body), 0
-	if len(s.out) == 0 {
-		var err error
-		if n, err = s.write([]outFrame{f}, 0); err != nil || n == f.size() {
+	f := newOutFrame(uint32(size), body)
+	switch waits := s.corked && len(s.out) < gather && s.queued <= corkBytes || soon && s.l.flushLater(s); {
+	case waits || s.full:
+		s.queue(f)
+	case len(s.out) > 0:
+		s.queue(f)
+		s.flushLocked()
+	default:
+		n, err := s.write([]outFrame{f}, 0)
+		if err != nil || n == f.size() {
 			s.settle(size)
 			return err
 		}
+		s.queueRest(f, n)
 	}
-	s.queue(f, n)
 	return nil
+}
+
+// cork makes the messages that are sent from now on wait until uncork, so that the answers to what came together go together.
+func (s *stream) cork() {
+	s.mu.Lock()
+	s.corked = true
+	s.mu.Unlock()
+}
+
+func (s *stream) uncork() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.corked = false
+	if !s.full {
+		s.flushLocked()
+	}
 }
 
 // admit counts a body as queued, or says why it cannot be. Caller holds mu.
@@ -76,17 +101,39 @@ func (s *stream) sign(word uint32) {
 	}
 	f := newOutFrame(word, nil)
 	if n, err := s.write([]outFrame{f}, 0); err == nil && 0 < n && n < f.size() {
-		s.queue(f, n)
+		s.queueRest(f, n)
 	}
 }
 
-// queue makes the owner write the rest of f, of which n bytes are written, when there is room. Caller holds mu.
-func (s *stream) queue(f outFrame, n int) {
+// queue puts f behind what waits. Caller holds mu.
+func (s *stream) queue(f outFrame) {
 	if len(s.out) == 0 {
-		s.at = n
-		s.interest(unix.EPOLLIN | unix.EPOLLOUT)
+		s.out = s.few[:0]
 	}
-	s.out = append(s.out, f)
+	grows := len(s.out) == cap(s.out)
+	if s.out = append(s.out, f); grows {
+		clear(s.few[:])
+	}
+}
+
+// queueRest makes the owner write the rest of f, of which n bytes are written, when there is room. Nothing waits. Caller holds mu.
+func (s *stream) queueRest(f outFrame, n int) {
+	s.queue(f)
+	s.at = n
+	s.setFull(true)
+}
+
+// setFull lets the owner write when there is room, or no longer. Caller holds mu.
+func (s *stream) setFull(full bool) {
+	if s.full == full {
+		return
+	}
+	s.full = full
+	if full {
+		s.interest(unix.EPOLLIN | unix.EPOLLOUT)
+	} else {
+		s.interest(unix.EPOLLIN)
+	}
 }
 
 func (s *stream) interest(events uint32) {
@@ -97,10 +144,17 @@ func (s *stream) interest(events uint32) {
 func (s *stream) flush() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.flushLocked()
+}
+
+func (s *stream) flushLocked() {
 	for budget := flushBudget; len(s.out) > 0 && budget > 0; {
 		n, err := s.write(s.out, s.at)
-		if n == 0 || err != nil {
+		if err != nil {
 			return
+		}
+		if n == 0 {
+			break
 		}
 		budget -= n
 		s.at += n
@@ -113,10 +167,10 @@ func (s *stream) flush() {
 		}
 		s.out = s.out[done:]
 		s.settle(bytes)
-		if len(s.out) == 0 {
-			s.out, s.at = nil, 0
-			s.interest(unix.EPOLLIN)
-		}
+	}
+	s.setFull(len(s.out) > 0)
+	if len(s.out) == 0 {
+		s.out = nil
 	}
 }
 
