@@ -78,7 +78,11 @@ func (c *call) send(q wire.Request) error {
 	if q.Ferry != nil {
 		q.Ferry.Try = c.try
 	}
-	err := s.conn.Send(wire.AppendRequest(nil, &q))
+	send := s.conn.Send
+	if q.Op == wire.Done {
+		send = s.conn.SendSoon // the payload is here
+	}
+	err := send(wire.AppendRequest(nil, &q))
 	if err == nil {
 		return nil
 	}
