@@ -38,23 +38,24 @@ const (
 )
 
 // Run does the whole demo. An error means that it could not be carried out; failed checks are in the report. Whatever happens,
-// no process and no shared memory is left when it returns.
+// no process and no shared memory is left when it returns. Temporary files of a demo that was killed are removed by the next.
 func Run(ctx context.Context, o Options) (report *Report, err error) {
 	pictures, err := load(o.Images)
 	if err != nil {
 		return nil, err
 	}
-	dir, err := os.MkdirTemp("", "ferry-demo-")
+	temp, err := newTempDir(o.Log)
 	if err != nil {
 		return nil, err
 	}
+	dir := temp.path
 	g := newGroup(o.Ferry, dir, o.Log)
 	defer func() {
 		err = errors.Join(err, ctx.Err(), g.stop())
 		if err != nil && ctx.Err() == nil {
 			g.writeLogs(o.Stderr)
 		}
-		err = errors.Join(err, os.RemoveAll(dir))
+		err = errors.Join(err, temp.remove())
 	}()
 	c, err := start(ctx, g, o, dir)
 	if err != nil {

@@ -97,6 +97,9 @@ func Start(ctx context.Context, c Config, log *slog.Logger) (*Node, error) {
 
 func (n *Node) start(ctx context.Context) error {
 	s := n.s
+	if err := checkFiles(); err != nil {
+		return err
+	}
 	// A node that is there already is found out before its memory is asked for a second time.
 	if err := removeStale(s.socket); err != nil {
 		return err
