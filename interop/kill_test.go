@@ -88,7 +88,7 @@ func TestANodeKilledInAReadOfVLLMCostsItNothing(t *testing.T) {
 	t.Setenv("UCX_TLS", "tcp")
 	c := launchConsumer(t, "--region", "512M")
 	n := startNode(t, "--ec-cpu-bytes", "512MiB")
-	sizes := entries(0, 3, 64*mib)
+	sizes := entries(0, 3, 32*mib) // less than what one source may have granted
 	n.put(sizes)
 	c.ready()
 	gate := newGate(t, n.address())
