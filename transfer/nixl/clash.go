@@ -38,3 +38,11 @@ func clash(ours, theirs []byte) bool {
 	there, b := loopback(theirs)
 	return a == loopbackNew && b == loopbackOld && bytes.Equal(here, there)
 }
+
+// hint is what may have ended an agent that serves, for a log.
+func hint(metadata []byte) []any {
+	if _, length := loopback(metadata); length == loopbackOld {
+		return []any{"maybe", "a peer on this machine has NIXL 1.5, which crashes older ones: use one version"}
+	}
+	return nil
+}
