@@ -219,39 +219,106 @@ func (x *ending) question(ctx context.Context, e *endpoint, timer *time.Timer, o
 	return answer{}, err
 }
 
-// settle ends a claim at a producer of ours by Verify or Fail and waits for the answer. The error wraps ErrLost if the claim did not
-// hold until then, also if nobody can tell.
+// settle ends a claim at a producer of ours by Verify or Fail and waits for the answer. A Verify whose answer does not come is repeated
+// over other connections, for Options.Answer at most. The error wraps ErrLost if the claim did not hold until then, also if nobody can
+// tell.
 func (gr granted) settle(ctx context.Context, stop <-chan struct{}, op wire.Op, reason string) error {
 	e := gr.s.e
-	q := &call{s: gr.s, box: make(chan answer, 1)}
-	if err := q.send(gr.request(op, reason)); err != nil {
-		e.release(gr.s)
-		return fmt.Errorf("%w: key %.64q at %s: %w", ErrLost, gr.key, e.addr, err)
+	first := &call{s: gr.s, box: make(chan answer, 1)}
+	a, sent, err := first.exchange(ctx, stop, gr.request(op, reason))
+	if sent && op == wire.Verify && errors.Is(err, errNoAnswer) {
+		again, cancel := context.WithTimeout(ctx, e.c.o.Answer)
+		a, err = gr.verifyAgain(again, stop)
+		cancel()
+	}
+	switch {
+	case err == nil && a.own && a.reply.Status == wire.Held:
+		return nil
+	case err == nil:
+		err = fmt.Errorf("the answer is %v", a.reply.Status)
+	case ctx.Err() != nil:
+		return fmt.Errorf("stage: key %.64q was read and not verified by %s: %w", gr.key, e.addr, ctx.Err())
+	case errors.Is(err, ErrClosing):
+		return err
+	}
+	return fmt.Errorf("%w: key %.64q at %s: %w", ErrLost, gr.key, e.addr, err)
+}
+
+// verifyAgain asks over other connections whether a claim held until a Verify that may have been lost.
+func (gr granted) verifyAgain(ctx context.Context, stop <-chan struct{}) (answer, error) {
+	e := gr.s.e
+	for {
+		e.c.stats.reverified.Add(1)
+		l := e.acquire(ctx, stop, false)
+		if l.err != nil {
+			return answer{}, l.err
+		}
+		a, _, err := (&call{s: l.s, box: make(chan answer, 1)}).exchange(ctx, stop, gr.request(wire.Verify, ""))
+		if err == nil && (!a.own || a.reply.Status != wire.NotFound) || err != nil && !errors.Is(err, errNoAnswer) {
+			return a, err
+		}
+		// The claim still is the other connection's, or this one was lost too.
+		select {
+		case <-time.After(firstRetry):
+		case <-ctx.Done():
+			return answer{}, ctx.Err()
+		case <-stop:
+			return answer{}, ErrClosing
+		}
+	}
+}
+
+// exchange asks, waits Options.Answer at most for the answer, and gives the session back. The error wraps errNoAnswer, or it is ctx's,
+// ErrClosing, or one of an answer that cannot be used. sent is false if the question surely never left.
+func (c *call) exchange(ctx context.Context, stop <-chan struct{}, q wire.Request) (_ answer, sent bool, err error) {
+	s, e := c.s, c.s.e
+	if err := c.send(q); err != nil {
+		e.spend(s)
+		return answer{}, false, err
 	}
 	timer := time.NewTimer(e.c.o.Answer)
 	defer timer.Stop()
-	var err error
+	came := false
 	select {
-	case a := <-q.box:
-		e.release(gr.s)
-		if a.err == nil && a.reply.Status == wire.Held {
-			return nil
-		}
-		if a.err == nil {
-			a.err = fmt.Errorf("the answer is %v", a.reply.Status)
-		}
-		return fmt.Errorf("%w: key %.64q at %s: %w", ErrLost, gr.key, e.addr, a.err)
+	case a := <-c.box:
+		return c.took(a)
 	case <-timer.C:
-		err = fmt.Errorf("%w: key %.64q: %s did not say whether it held", ErrLost, gr.key, e.addr)
+		err = fmt.Errorf("%w: it did not say in %v", errNoAnswer, e.c.o.Answer)
+		came = !c.drop()
 	case <-ctx.Done():
-		err = fmt.Errorf("stage: key %.64q was read and not verified by %s: %w", gr.key, e.addr, ctx.Err())
+		err = ctx.Err()
+		came = e.leaveOpen(c) == answeredCall
 	case <-stop:
 		err = ErrClosing
+		came = e.leaveOpen(c) == answeredCall
 	}
-	// The question ends the claim, whatever its answer.
-	if e.leaveOpen(q) == answeredCall {
-		<-q.box
-		e.release(gr.s)
+	if came {
+		return c.took(<-c.box)
 	}
-	return err
+	return answer{}, true, err
+}
+
+// drop lets go of a question whose answer is overdue, and of its session: the connection ends, and with it what was claimed by it, when
+// nobody else needs it. It is false if the answer has come after all.
+func (c *call) drop() bool {
+	s, e := c.s, c.s.e
+	e.mu.Lock()
+	if s.calls[c.try] != c {
+		e.mu.Unlock()
+		return false
+	}
+	s.forget(c)
+	e.mu.Unlock()
+	e.spend(s)
+	return true
+}
+
+// took gives the session of an answer back.
+func (c *call) took(a answer) (answer, bool, error) {
+	if e := c.s.e; a.err != nil {
+		e.spend(c.s)
+	} else {
+		e.release(c.s)
+	}
+	return a, true, a.err
 }

@@ -19,6 +19,7 @@ type ClientStats struct {
 	Questions  uint64 // claims asked for, repetitions included
 	Timeouts   uint64 // questions without an answer in time
 	Retries    uint64 // whole tries that followed a lost claim, a wrong checksum or a failed READ
+	Reverified uint64 // verifies that were repeated, since their answer was lost
 	Lost       uint64 // claims that did not hold until the payload was read
 	Corrupt    uint64 // wrong checksums
 	Late       uint64 // answers that nobody waited for any more
@@ -33,6 +34,7 @@ type ClientStats struct {
 type clientCounters struct {
 	gets, ok, bytes, notFound, timedOut, failed, canceled                       atomic.Uint64
 	questions, timeouts, retries, lost, corrupt, late, bad, recoveries, givenUp atomic.Uint64
+	reverified                                                                  atomic.Uint64
 
 	connections, endings atomic.Int64
 }
@@ -67,6 +69,7 @@ func (c *Client) Stats() ClientStats {
 		Questions:   n.questions.Load(),
 		Timeouts:    n.timeouts.Load(),
 		Retries:     n.retries.Load(),
+		Reverified:  n.reverified.Load(),
 		Lost:        n.lost.Load(),
 		Corrupt:     n.corrupt.Load(),
 		Late:        n.late.Load(),

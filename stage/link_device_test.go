@@ -360,9 +360,20 @@ func TestDeviceMemoryIsInQuarantineUntilAReadThatWasGivenUpIsOver(t *testing.T) 
 		t.Fatal(err)
 	}
 	agents.Freeze(agent)
-	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
-	defer cancel()
-	if _, err := to.Get(ctx, Request{Key: "k", Metadata: p.Metadata, Device: pool}); !errors.Is(err, context.DeadlineExceeded) {
+	reads := func() int {
+		_, _, requests, _ := agents.Live()
+		return requests
+	}
+	before := reads()
+	ctx, cancel := context.WithCancel(t.Context())
+	gave := make(chan error)
+	go func() {
+		_, err := to.Get(ctx, Request{Key: "k", Metadata: p.Metadata, Device: pool})
+		gave <- err
+	}()
+	eventually(t, "it reads", func() bool { return reads() > before })
+	cancel()
+	if err := receive(t, gave); !errors.Is(err, context.Canceled) {
 		t.Fatal(err)
 	}
 	if pool.Used() == 0 {
