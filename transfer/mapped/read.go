@@ -6,6 +6,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/tensorferry/tensorferry/internal/stream"
 	"github.com/tensorferry/tensorferry/transfer"
 	"github.com/tensorferry/tensorferry/transfer/internal/span"
 )
@@ -31,7 +32,7 @@ type read struct {
 }
 
 func newRead(pieces []span.Piece, total int64) *read {
-	r := &read{pieces: pieces, copy: streamCopy, done: make(chan struct{})}
+	r := &read{pieces: pieces, copy: stream.Copy, done: make(chan struct{})}
 	if total < parallelBytes {
 		r.copy = func(dst, src []byte) { copy(dst, src) }
 	}

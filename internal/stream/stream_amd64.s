@@ -1,10 +1,10 @@
 #include "textflag.h"
 
-// func streamBlocks(dst, src *byte, blocks uintptr)
+// func copyBlocks(dst, src *byte, blocks uintptr)
 //
 // Copies blocks of 16 KiB. dst is aligned to 64 bytes. A block's four pages advance together, 64 bytes of each in turn: four
 // streams for the hardware prefetcher, and each store fills a whole cache line, so that none is read from memory first.
-TEXT ·streamBlocks(SB), NOSPLIT, $0-24
+TEXT ·copyBlocks(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), DI
 	MOVQ src+8(FP), SI
 	MOVQ blocks+16(FP), CX

@@ -1,23 +1,22 @@
-package mapped
+package stream
 
 import (
 	"bytes"
 	"fmt"
+	"math/rand/v2"
 	"testing"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/tensorferry/tensorferry/transfer/transfertest"
 )
 
-func TestStreamCopyCopiesExactlyItsBytes(t *testing.T) {
+func TestCopyCopiesExactlyItsBytes(t *testing.T) {
 	src := make([]byte, 200<<10)
-	transfertest.Fill(src, 1)
+	_, _ = rand.NewChaCha8([32]byte{1}).Read(src) // never fails
 	for _, n := range []int{1, 63, 64, 65, 16383, 16384, 16385, 16384 + 64, 40000, 65536 + 7, 150 << 10} {
 		for _, at := range []int{0, 1, 31, 64, 4095} {
 			for _, to := range []int{64, 65, 127, 4096} {
 				dst := make([]byte, to+n+64)
-				streamCopy(dst[to:to+n], src[at:at+n])
+				Copy(dst[to:to+n], src[at:at+n])
 				if !bytes.Equal(dst[to:to+n], src[at:at+n]) {
 					t.Fatalf("%d bytes from %d to %d: wrong", n, at, to)
 				}
@@ -45,7 +44,7 @@ func BenchmarkCopy(b *testing.B) {
 			for _, c := range []struct {
 				name string
 				f    func(dst, src []byte)
-			}{{"go", func(d, s []byte) { copy(d, s) }}, {"stream", streamCopy}} {
+			}{{"go", func(d, s []byte) { copy(d, s) }}, {"stream", Copy}} {
 				b.Run(fmt.Sprintf("%dKiB/cold=%v/%s", n>>10, cold, c.name), func(b *testing.B) {
 					b.SetBytes(int64(n))
 					at := 0
