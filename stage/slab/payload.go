@@ -136,7 +136,7 @@ func (p *Payload) offerOn(w *way, id string, g *grant) (wire.PlaneOffer, error) 
 	o := wire.PlaneOffer{Name: w.plane.Name()}
 	if w.server != nil {
 		// Such a plane has no tokens. What ends a reader is the end of the incarnation that it is told.
-		i, ok := w.server.tell(g)
+		i, ok := w.server.tell(g, false)
 		if ok {
 			o.Metadata = i.Metadata
 		}
@@ -168,7 +168,7 @@ func (p *Payload) offerPlain(id string, m *wire.Metadata) error {
 	g := p.grant(id)
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	i, ok := p.b.slab.ways[at].server.tell(g)
+	i, ok := p.b.slab.ways[at].server.tell(g, m.Ferry == nil)
 	if !ok {
 		return fmt.Errorf("%w: the nixl agent that serves plain readers is being started again", ErrNoPlane)
 	}

@@ -23,6 +23,10 @@ const (
 	// maxFormers bounds the agents that still serve claims of before a rotation. A further rotation waits for one of them to end, which
 	// it does when its last claim does: by itself, or at the Store's deadline.
 	maxFormers = 4
+	// maxPlain is how many gets by plain readers one incarnation serves. Each get of vLLM-Omni's connector, which adds and removes its
+	// agent anew, leaves 4 sockets at the agent that it read from, for as long as the reader lives (measured, NIXL 1.3.2). Limits on
+	// descriptors are rarely below 4,096.
+	maxPlain = 512
 )
 
 // server stops the readers of one registration that nothing else stops.
@@ -31,6 +35,8 @@ const (
 // incarnation that it was told has to end, and its grant is stuck until then. First a new one is started and told to all claims from
 // then on (rotation); the former one goes on for the claims that were told it and still live, and is ended when the last of these has
 // ended. All grants that are stuck on one incarnation share its end. An agent that dies by itself frees its stuck grants at once.
+//
+// An incarnation that many plain readers were told is replaced in the same way, see maxPlain.
 type server struct {
 	reg agentRegistration
 	log *slog.Logger
@@ -51,6 +57,7 @@ type incarnation struct {
 	gone   <-chan struct{}
 	live   int    // grants that were told it and are not withdrawn
 	stuck  int    // grants whose memory waits for its end
+	plain  int    // grants of plain readers that were told it, ever
 	end    func() // nil: it is the one that is told now
 	ending bool
 	ended  bool
@@ -63,7 +70,7 @@ func newServer(reg agentRegistration, log *slog.Logger) *server {
 }
 
 // tell gives the incarnation of now for g's reader, and notes that.
-func (s *server) tell(g *grant) (nixl.Incarnation, bool) {
+func (s *server) tell(g *grant, plain bool) (nixl.Incarnation, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	now, ok := s.reg.Incarnation()
@@ -72,6 +79,9 @@ func (s *server) tell(g *grant) (nixl.Incarnation, bool) {
 	}
 	i := s.all[now.Gone]
 	if i == nil {
+		for _, former := range s.all { // that died by itself, with nothing to wait for
+			s.settle(former)
+		}
 		i = &incarnation{gone: now.Gone}
 		s.all[now.Gone] = i
 	}
@@ -82,6 +92,10 @@ func (s *server) tell(g *grant) (nixl.Incarnation, bool) {
 	}
 	i.live++
 	g.told = append(g.told, i)
+	if plain {
+		i.plain++
+		s.drive(i)
+	}
 	return now, true
 }
 
@@ -158,7 +172,7 @@ func (s *server) drive(i *incarnation) {
 	switch {
 	case s.ctx.Err() != nil:
 	case i.end == nil:
-		if i.stuck > 0 && !i.over() && !s.rotating && s.formers < maxFormers {
+		if (i.stuck > 0 || i.plain >= maxPlain) && !i.over() && !s.rotating && s.formers < maxFormers {
 			s.rotating = true
 			s.work.Go(s.rotate)
 		}
@@ -181,7 +195,7 @@ func (s *server) drive(i *incarnation) {
 // settle does what is next, and drops what is known of i if no grant depends on it. With the lock.
 func (s *server) settle(i *incarnation) {
 	s.drive(i)
-	if i.live == 0 && i.stuck == 0 && (i.end == nil || i.ended) {
+	if i.live == 0 && i.stuck == 0 && (i.ended || i.end == nil && (i.plain == 0 || i.over())) {
 		delete(s.all, i.gone)
 	}
 }
@@ -200,7 +214,7 @@ func (s *server) rotate() {
 		s.turn = make(chan struct{})
 		return
 	}
-	s.log.Info("slab: the nixl agent that serves was replaced, since a reader did not end its claim")
+	s.log.Info("slab: the nixl agent that serves was replaced, since a reader did not end its claim, or many plain ones used it")
 	now, _ := s.reg.Incarnation()
 	found := false
 	for _, i := range s.all {

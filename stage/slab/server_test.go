@@ -117,7 +117,7 @@ func inBubble(t *testing.T, test func(t *testing.T, a *agents, s *server)) {
 func told(t *testing.T, s *server) *grant {
 	t.Helper()
 	g := &grant{}
-	if _, ok := s.tell(g); !ok {
+	if _, ok := s.tell(g, false); !ok {
 		t.Fatal("nothing serves")
 	}
 	return g
@@ -207,6 +207,45 @@ func TestAnAgentThatDiedFreesItsGrantsAtOnce(t *testing.T) {
 		s.leave(third)
 		if len(s.all) != 0 {
 			t.Errorf("%d are known", len(s.all))
+		}
+	})
+}
+
+// O1: what plain readers leave at an agent goes with it.
+func TestAnAgentThatManyPlainReadersKnewIsReplaced(t *testing.T) {
+	inBubble(t, func(t *testing.T, a *agents, s *server) {
+		get := func() *grant {
+			g := &grant{}
+			if _, ok := s.tell(g, true); !ok {
+				t.Fatal("nothing serves")
+			}
+			return g
+		}
+		reads := get()
+		for range maxPlain - 2 {
+			s.leave(get())
+		}
+		for range maxPlain { // own readers leave nothing there
+			s.leave(told(t, s))
+		}
+		if synctest.Wait(); a.rotated != 0 {
+			t.Fatal("replaced too early")
+		}
+		s.leave(get())
+		synctest.Wait()
+		if rotated, alive := a.count(); rotated != 1 || alive != 2 {
+			t.Errorf("%d rotations, %d agents", rotated, alive)
+		}
+		s.leave(reads)
+		synctest.Wait()
+		if _, alive := a.count(); alive != 1 || len(s.all) != 0 {
+			t.Errorf("%d agents, %d known", alive, len(s.all))
+		}
+		s.leave(get())
+		a.die() // with nothing to wait for
+		s.leave(get())
+		if len(s.all) != 1 {
+			t.Errorf("%d agents are known, one serves", len(s.all))
 		}
 	})
 }
@@ -353,12 +392,12 @@ func TestNoAgentEndsUnderALiveClaim(t *testing.T) {
 				switch what := rapid.IntRange(0, 9).Draw(rt, "what"); {
 				case what < 4 || len(live) == 0:
 					c := &claim{g: &grant{}}
-					now, _ := s.tell(c.g)
+					now, _ := s.tell(c.g, false)
 					c.told = append(c.told, now.Gone)
 					live = append(live, c)
 				case what == 4: // a claim that is repeated
 					c := live[len(live)-1]
-					now, _ := s.tell(c.g)
+					now, _ := s.tell(c.g, false)
 					c.told = append(c.told, now.Gone)
 				case what < 7:
 					s.leave(take(rt).g)
