@@ -3,6 +3,7 @@ package chaos
 import (
 	"bufio"
 	"bytes"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/ec"
 	"github.com/tensorferry/tensorferry/node/client"
+	"github.com/tensorferry/tensorferry/transfer"
 )
 
 // check looks whether all is well again: every key can be had, nothing is left, all can be ended.
@@ -35,9 +37,14 @@ func (w *world) check() {
 			w.putAgain(c, w.nodes[i].name, keyName(k))
 		}
 	}
+	w.countOneSided("pulled without asking, by the last nodes under harm")
 	for k := 0; k < w.keys && len(clients) > 1; k++ {
 		from := k % len(clients)
 		w.pullAgain(clients, from, (from+1)%len(clients), keyName(k))
+	}
+	w.countOneSided("pulled without asking, by the last nodes")
+	if len(clients) > 1 && len(w.hosts) > 0 && w.hosts[0] == w.hosts[1] && w.planes[0] == transfer.Mapped && w.counts["pulled without asking, by the last nodes"] == 0 {
+		w.fail("nodes of one machine pulled nothing without asking")
 	}
 	for i, c := range clients {
 		w.mustRest(i, c)
@@ -189,11 +196,46 @@ func (w *world) mustRest(i int, c *client.Client) {
 	}
 }
 
-// metrics of a node, those of one name added up.
-func (w *world) metrics(i int) (map[string]int, error) {
+// countOneSided adds up the pulls of all nodes that asked nobody.
+func (w *world) countOneSided(as string) {
+	for i, n := range w.nodes {
+		m, err := w.metrics(i)
+		if err != nil {
+			w.fail("%s: %v", n.name, err)
+		}
+		w.counts[as] += m["tensorferry_fetches_one_sided_total"]
+	}
+}
+
+// leave ends a connection of the test's own, and waits until the node knows. The test lives on: of a node that is killed before, the next
+// would keep what anybody has pinned until the test is dead.
+func (w *world) leave(i int, c *client.Client) {
+	_ = c.Close()
+	err := eventually(func() (bool, error) {
+		text, err := w.admin(i, "/v1/status")
+		if err != nil {
+			return false, err
+		}
+		var status struct{ Engines []struct{ PID int } }
+		if err := json.Unmarshal(text, &status); err != nil {
+			return false, err
+		}
+		for _, e := range status.Engines {
+			if e.PID == os.Getpid() {
+				return false, errors.New("the test is still connected")
+			}
+		}
+		return true, nil
+	})
+	if err != nil {
+		w.fail("%s: %v", w.nodes[i].name, err)
+	}
+}
+
+// admin gets a page of a node's admin HTTP.
+func (w *world) admin(i int, page string) (text []byte, err error) {
 	n := w.nodes[i]
-	var text []byte
-	err := n.host.try(func() error { // its loopback is the host's
+	err = n.host.try(func() error { // its loopback is the host's
 		conn, err := net.DialTimeout("tcp", n.ready.Admin, patience)
 		if err != nil {
 			return err
@@ -202,7 +244,7 @@ func (w *world) metrics(i int) (map[string]int, error) {
 		if err := conn.SetDeadline(time.Now().Add(patience)); err != nil {
 			return err
 		}
-		req, err := http.NewRequest(http.MethodGet, "http://"+n.ready.Admin+"/metrics", nil)
+		req, err := http.NewRequest(http.MethodGet, "http://"+n.ready.Admin+page, nil)
 		if err != nil {
 			return err
 		}
@@ -217,6 +259,12 @@ func (w *world) metrics(i int) (map[string]int, error) {
 		text, err = io.ReadAll(resp.Body)
 		return err
 	})
+	return text, err
+}
+
+// metrics of a node, those of one name added up.
+func (w *world) metrics(i int) (map[string]int, error) {
+	text, err := w.admin(i, "/metrics")
 	if err != nil {
 		return nil, err
 	}

@@ -381,7 +381,7 @@ func (w *world) lookForLost(i int) {
 		w.fail("%s: %v", n.name, err)
 		return
 	}
-	defer c.Close()
+	defer w.leave(i, c)
 	slices.Sort(n.acked)
 	keys := slices.Compact(n.acked)
 	infos, err := c.Lookup(w.within(), keys...)
