@@ -130,7 +130,7 @@ const (
 	// Done ends a claim; its answer, always Acked, says nothing.
 	Done
 	// Verify ends a claim after the READ. The answer is Held if the claim held all the while, so that what was read is what was
-	// put, else Lost.
+	// put, else Lost. It may be repeated over another connection; while the claim still is the former one's, the answer is NotFound.
 	Verify
 	// Fail ends a claim whose READ failed: the payload stays for another claim. The answer is Held or Lost.
 	Fail
