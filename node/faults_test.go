@@ -13,7 +13,7 @@ import (
 // C5: peers were answered between an engine's steps only, so that a busy engine's peers waited in vain. Here an engine stands still for
 // good, in the middle of filling an entry, while fifty keys are asked for.
 func TestPeersAreAnsweredWhileAnEngineIsStopped(t *testing.T) {
-	cfg := testConfig(t, 256)
+	cfg := testConfig(t, 1024) // all that is asked for at a time is less than a quarter, the share of one source
 	cfg.Planes = []string{"tcp"}
 	na, nb := startNode(t, cfg), startNode(t, testConfig(t, 256))
 	a, b := dial(t, na), dial(t, nb)
