@@ -104,10 +104,10 @@ type Request struct {
 	// InPlace asks for the bytes where they are at a producer of ours on this machine, without a copy. The claim is then held until
 	// Release. A copy is made where that is not possible.
 	InPlace bool
-	// Device is where a Link puts tensors that the producer has on a device, with AllOnDevice all tensors but those of no device
-	// ever: the serialized parts. Nil: everything lands on the CPU. They are read by NIXL, straight into the pool, are in place
-	// when Get returns, and theirs until Release: wait for what works on them before that. It excludes InPlace. Whatever
-	// becomes of a get, the pool takes care of the memory.
+	// Device is where tensors go that the producer has on a device; with AllOnDevice, those that it has on the CPU too. Nil: all go to the
+	// CPU, as the serialized part of a payload always does. NIXL reads them straight into the pool; they are there when Get returns,
+	// and until Release: what works on them has to be over before that. Memory of a get that failed comes back to the pool when
+	// nothing writes it any more. Only a Link has this, not together with InPlace.
 	Device      *slab.DevicePool
 	AllOnDevice bool
 }

@@ -39,7 +39,7 @@ type Options struct {
 	Backends     []nixl.Backend // default: UCX
 
 	Dir   string // of the slab; default region.DefaultDir
-	Bytes int64  // of the slab, which is taken at once; default DefaultBytes
+	Bytes int64  // of the slab, which is taken at once; default DefaultBytes. With Bind, half of it is for puts (see Store.MaxBytes)
 
 	Store  stage.Options
 	Client stage.ClientOptions
