@@ -174,6 +174,17 @@ type settings struct {
 	getsOnly bool
 	port     int
 	store    stage.Options
+
+	descriptors int // that an agent may have; 0: as many as this process
+}
+
+// agent is the command that starts an agent.
+func (o *settings) agent() []string {
+	run := []string{"/usr/bin/env", agentEnv + "=1", os.Args[0]}
+	if o.descriptors == 0 {
+		return run
+	}
+	return append([]string{"/bin/sh", "-c", fmt.Sprintf(`ulimit -n %d && exec "$@"`, o.descriptors), "sh"}, run...)
 }
 
 // newOurs gives one that is closed at the end, when nothing of it may be in use.
@@ -209,7 +220,7 @@ func openOurs(ctx context.Context, python, dir string, log *slog.Logger, o setti
 	e := &ours{}
 	var err error
 	e.plane, err = nixl.New(nixl.Options{
-		Library: library(python), Command: []string{"/usr/bin/env", agentEnv + "=1", os.Args[0]}, Loopback: true, Log: log,
+		Library: library(python), Command: o.agent(), Loopback: true, Log: log,
 	})
 	if err != nil {
 		return nil, err
