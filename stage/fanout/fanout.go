@@ -35,8 +35,11 @@ var (
 	errInline = errors.New("fanout: inline")
 )
 
-// outcomes are those that one rank tells the others, by their words in Abort's reason.
-var outcomes = map[string]error{"missed": ErrMissed, "failed": ErrFailed, "incomplete": ErrIncomplete, "inline": errInline}
+// outcomes are those that one rank tells the others, by their words in Abort's reason. An error may be several: the first counts.
+var outcomes = []struct {
+	word string
+	err  error
+}{{"inline", errInline}, {"incomplete", ErrIncomplete}, {"missed", ErrMissed}, {"failed", ErrFailed}}
 
 // DefaultGrace is how long ranks wait for the outcome beyond their deadline.
 const DefaultGrace = 5 * time.Second
@@ -208,9 +211,10 @@ func (f *Fanout) follow(ctx context.Context, deadline time.Time, relay string, f
 // reason has the outcome's word first, so that outcome finds it.
 func reason(err error) string {
 	word := "failed"
-	for w, o := range outcomes {
-		if errors.Is(err, o) && o != ErrFailed {
-			word = w
+	for _, o := range outcomes {
+		if errors.Is(err, o.err) {
+			word = o.word
+			break
 		}
 	}
 	text := strings.ToValidUTF8(err.Error(), "?")
@@ -223,9 +227,10 @@ func reason(err error) string {
 
 func outcome(reason string) error {
 	word, text, _ := strings.Cut(reason, ": ")
-	err, ok := outcomes[word]
-	if !ok {
-		err, text = ErrFailed, reason
+	for _, o := range outcomes {
+		if word == o.word {
+			return fmt.Errorf("%w: the rank that reads says: %s", o.err, text)
+		}
 	}
-	return fmt.Errorf("%w: the rank that reads says: %s", err, text)
+	return fmt.Errorf("%w: the rank that reads says: %s", ErrFailed, reason)
 }
