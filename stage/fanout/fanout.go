@@ -130,10 +130,12 @@ func (f *Fanout) Get(ctx context.Context, c Call) (*stage.Got, error) {
 	if f.place.readers > 0 {
 		got, err = f.serve(ctx, deadline, relay, got, err)
 	}
-	if errors.Is(err, errInline) && c.Inline != nil {
+	switch {
+	case errors.Is(err, errInline) && c.Inline == nil:
+		return nil, fmt.Errorf("%w: the others use what came inline, and rank %d has nothing", ErrIncomplete, f.o.Rank)
+	case errors.Is(err, errInline):
 		return stage.NewGot(stage.Got{Key: c.Request.Key, Root: c.Inline, Plane: "given"}, func() error { return nil }), nil
-	}
-	if err != nil {
+	case err != nil:
 		return nil, err
 	}
 	got.Key = c.Request.Key
