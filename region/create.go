@@ -86,11 +86,11 @@ func open(ctx context.Context, o Options, k kernel, mayAdopt bool) (*Region, err
 // build runs under the claim of name.
 func build(ctx context.Context, dir *os.File, name string, o Options, k kernel) (*Region, error) {
 	path := filepath.Join(dir.Name(), name)
-	old, err := reap(ctx, dir, name, o.Identity, o.Replace)
+	size := o.Geometry.fileBytes()
+	old, err := reap(ctx, dir, name, o, size)
 	if err != nil {
 		return nil, err
 	}
-	size := o.Geometry.fileBytes()
 	fail := func(err error) error {
 		err = spaceFrom(err, dir, path, size)
 		var s *SpaceError
@@ -99,7 +99,7 @@ func build(ctx context.Context, dir *os.File, name string, o Options, k kernel) 
 		}
 		return err
 	}
-	if err := checkSpace(dir, path, size); err != nil {
+	if err := checkSpace(dir, path, size, 0); err != nil {
 		return nil, fail(err)
 	}
 	f, temp, err := newFile(dir, name, path, k)
@@ -189,7 +189,7 @@ func publish(ctx context.Context, dir *os.File, name string, f *os.File, o Optio
 		if err != unix.EEXIST {
 			return os.NewSyscallError("linkat", err)
 		}
-		if _, err := reap(ctx, dir, name, o.Identity, o.Replace); err != nil {
+		if _, err := reap(ctx, dir, name, o, 0); err != nil {
 			return err
 		}
 	}
@@ -198,8 +198,9 @@ func publish(ctx context.Context, dir *os.File, name string, f *os.File, o Optio
 
 // reap removes what lies under name if it is a region of this user and identity whose owner is dead, and returns its header;
 // a zero header if nothing lies there. Whatever else lies there is left alone and named in the error, and so is a region that
-// waits for its owner's restart unless replace is set. Processes that serve it for a restart end with its name, and are waited for.
-func reap(ctx context.Context, dir *os.File, name string, id Identity, replace bool) (header, error) {
+// waits for its owner's restart unless o.Replace is set. Nothing is removed for a file of size bytes that would still not fit: then
+// a start with other options can go on with what lies there. Processes that serve it for a restart end with its name, and are waited for.
+func reap(ctx context.Context, dir *os.File, name string, o Options, size int64) (header, error) {
 	path := filepath.Join(dir.Name(), name)
 	for range raceTries {
 		f, err := openOwn(dir, name, unix.O_RDWR)
@@ -209,7 +210,7 @@ func reap(ctx context.Context, dir *os.File, name string, id Identity, replace b
 		if err != nil {
 			return header{}, err
 		}
-		h, done, err := reapOpen(dir, name, path, f, id, replace)
+		h, done, err := reapOpen(dir, name, path, f, o, size)
 		if done {
 			awaitServers(ctx, f)
 		}
@@ -221,7 +222,7 @@ func reap(ctx context.Context, dir *os.File, name string, id Identity, replace b
 	return header{}, fmt.Errorf("%w: %s comes and goes", ErrInUse, path)
 }
 
-func reapOpen(dir *os.File, name, path string, f *os.File, id Identity, replace bool) (h header, done bool, err error) {
+func reapOpen(dir *os.File, name, path string, f *os.File, o Options, size int64) (h header, done bool, err error) {
 	page, err := readPage(f)
 	if err != nil {
 		return h, false, &fs.PathError{Op: "region: read", Path: path, Err: err}
@@ -243,11 +244,11 @@ func reapOpen(dir *os.File, name, path string, f *os.File, id Identity, replace 
 	default:
 		return h, false, &fs.PathError{Op: "region: flock", Path: path, Err: err}
 	}
-	if headerErr == nil && h.identity != id {
+	if headerErr == nil && h.identity != o.Identity {
 		return h, false, fmt.Errorf("%w: %s is a region of instance %q, group %q, rank %d; remove it if it is not needed",
 			ErrExists, path, h.identity.Instance, h.identity.Group, h.identity.Rank)
 	}
-	if headerErr == nil && !replace {
+	if headerErr == nil && !o.Replace {
 		// Under the lock no owner lives any more who could have changed it.
 		if _, err := f.ReadAt(page[:8], offAdoptUntil); err != nil {
 			return h, false, &fs.PathError{Op: "region: read", Path: path, Err: err}
@@ -256,6 +257,17 @@ func reapOpen(dir *os.File, name, path string, f *os.File, id Identity, replace 
 		if err := h.waits(path); err != nil {
 			return h, false, err
 		}
+	}
+	back, err := heldBytes(f)
+	if err != nil {
+		return h, false, err
+	}
+	if err := checkSpace(dir, path, size, back); err != nil {
+		var s *SpaceError
+		if errors.As(err, &s) {
+			s.Fix += fmt.Sprintf("; the file of a dead owner that lies there, %s that count as free, is kept: a start with its size may go on with it", bytesText(back))
+		}
+		return h, false, err
 	}
 	done, err = unlinkIfSame(dir, name, f)
 	return h, done, err

@@ -246,7 +246,7 @@ func TestLockOnAFileThatLostItsNameCountsForNothing(t *testing.T) {
 	old := must(openOwn(dir, smallName, unix.O_RDWR))
 	defer old.Close()
 	next := mustCreate(t, o)
-	if _, done, err := reapOpen(dir, smallName, next.Path(), old, o.Identity, false); done || err != nil {
+	if _, done, err := reapOpen(dir, smallName, next.Path(), old, o, 0); done || err != nil {
 		t.Errorf("reaped: %t, %v", done, err)
 	}
 	wantFiles(t, o.Dir, smallName)

@@ -43,8 +43,9 @@ const (
 )
 
 // checkSpace asks beforehand, because the system's own answers are worse: over RLIMIT_FSIZE it sends SIGXFSZ, and over a memory
-// limit it may kill. What changes between the look and the reservation is caught there (spaceFrom).
-func checkSpace(dir *os.File, path string, size int64) error {
+// limit it may kill. What changes between the look and the reservation is caught there (spaceFrom). back counts as free: it is what
+// will have been given back by then.
+func checkSpace(dir *os.File, path string, size, back int64) error {
 	var lim unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &lim); err == nil && lim.Cur < uint64(size) {
 		return &SpaceError{Path: path, Asked: size, Free: int64(lim.Cur), Limit: "RLIMIT_FSIZE", Fix: fixRlimit}
@@ -53,16 +54,25 @@ func checkSpace(dir *os.File, path string, size int64) error {
 	if err != nil {
 		return err
 	}
-	if v.free < size {
-		return &SpaceError{Path: path, Asked: size, Free: v.free, Limit: v.what, Fix: v.fix}
+	if v.free < size-back {
+		return &SpaceError{Path: path, Asked: size, Free: v.free + back, Limit: v.what, Fix: v.fix}
 	}
 	if !v.memory {
 		return nil
 	}
-	if m, ok := systemMemory.free(); ok && m.free < size {
-		return &SpaceError{Path: path, Asked: size, Free: m.free, Limit: m.what, Fix: m.fix}
+	if m, ok := systemMemory.free(); ok && m.free < size-back {
+		return &SpaceError{Path: path, Asked: size, Free: m.free + back, Limit: m.what, Fix: m.fix}
 	}
 	return nil
+}
+
+// heldBytes is what the file's end gives back, if nobody else has it open.
+func heldBytes(f *os.File) (int64, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		return 0, fmt.Errorf("region: stat %s: %w", f.Name(), err)
+	}
+	return st.Blocks * 512, nil // the unit of st_blocks, stat(2)
 }
 
 // volume is what statfs says of a directory's file system.

@@ -170,6 +170,41 @@ func TestLeakedRegionOfADeadOwnerDoesNotPreventTheRestart(t *testing.T) {
 	mustCreate(t, o)
 }
 
+// A restart with a wrong size must not cost the entries.
+func TestARegionThatWaitsIsKeptIfTheOneThatWasAskedForWouldNotFitInItsPlace(t *testing.T) {
+	if !inPrivateMounts(t) {
+		return
+	}
+	small := keptOptions("")
+	size := small.Geometry.fileBytes()
+	small.Dir = mountTmpfs(t, fmt.Sprintf("size=%d", size+size/2))
+	path, epoch, _, _ := deadRegion(t, small.Dir)
+	large := small
+	large.Geometry.Blocks *= 4
+	for _, replace := range []bool{false, true} { // as Take and Create do it
+		open := Take
+		if large.Replace = replace; replace {
+			open = Create
+		}
+		_, err := open(t.Context(), large)
+		s := wantSpace(t, err, small.Dir, large.Geometry.fileBytes(), "is kept")
+		if s.Free < size || s.Free >= s.Asked {
+			t.Errorf("%d bytes are free, with the %d of the file that lies there", s.Free, size)
+		}
+		wantFiles(t, small.Dir, smallName)
+	}
+	r := mustTake(t, small)
+	if r.Path() != path || r.Epoch() != epoch+1 || !r.Adopted() {
+		t.Errorf("epoch %d of %s, adopted: %v; want the one that was there, of %d", r.Epoch(), r.Path(), r.Adopted(), epoch)
+	}
+	must(0, r.Close(false))
+	fits := small
+	fits.Geometry.Blocks = fits.Geometry.Blocks * 5 / 4 // not beside it, only in its place
+	if r := mustTake(t, fits); r.Adopted() {
+		t.Error("a region of another size was adopted")
+	}
+}
+
 func TestMemoryThatEnginesKeepOfAReapedRegionIsNamedInTheSpaceError(t *testing.T) {
 	if !inPrivateMounts(t) {
 		return
