@@ -52,7 +52,9 @@ func (v *verified) forget(now time.Time) time.Time {
 		v.drop()
 	}
 	if len(v.order) == 0 {
-		v.order = nil // and what it had grown to
+		if v.order != nil { // let go of what they had grown to
+			v.order, v.until = nil, make(map[claimName]time.Time)
+		}
 		return time.Time{}
 	}
 	return v.order[0].until

@@ -23,6 +23,9 @@ import (
 const (
 	slabBytes   = 288 * mib
 	roomForGets = 16 * mib
+
+	// retryGrace is how long a producer remembers that a claim was verified: 30 s if nobody says so.
+	retryGrace = time.Second
 )
 
 // request is what an end is asked. omni_end.py takes open, put and get.
@@ -148,7 +151,7 @@ func (e *end) open(ctx context.Context, q *request) (at *stage.Endpoint, err err
 	}
 	if q.Put { // a consumer that only gets has no address, and all of its slab for gets
 		o.Bind = &stage.Endpoint{Host: q.Host}
-		o.Store.MaxBytes = slabBytes - roomForGets
+		o.Store.MaxBytes, o.Store.RetryGrace = slabBytes-roomForGets, retryGrace
 	}
 	c, err := connect.Open(ctx, o)
 	if err != nil {

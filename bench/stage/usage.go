@@ -124,7 +124,8 @@ func (e *end) cleanUp(c stage.Connector, q *request) error {
 func (b *bench) leaks(w io.Writer) error {
 	fmt.Fprintf(w, "\n## Memory and descriptors\n\nTwo processes of ours, after %d round trips to warm up, after %d more, and after %d aborts: half of them gets of 1 MiB whose\n"+
 		"context ends within 1 ms, half gets that wait for a payload which its producer aborts (over shm, where nobody else is told of an abort: all\nof the first kind). "+
-		"Producer / consumer. What is held: payloads, claims, gets that are not over.\n\n", batch, roundTrips, aborts)
+		"Looked at %v later: for a while (here %v, else 30 s) a producer remembers which claims were verified. Producer / consumer.\n"+
+		"What is held: payloads, claims, gets that are not over.\n\n", 2*batch, roundTrips, aborts, 2*retryGrace, retryGrace)
 	measure.Table(w, "connector", "after", "memory, MiB", "of Go's heap in use, MiB", "descriptors", "goroutines", "held")
 	for _, c := range b.leakCandidates() {
 		if err := b.leak(w, c); err != nil {
@@ -145,6 +146,7 @@ func (b *bench) leak(w io.Writer, c way) (err error) {
 	}
 	var all [][2]*usage
 	row := func(after string) error {
+		time.Sleep(2 * retryGrace)
 		u, err := p.usage(c.open.Name)
 		if err != nil {
 			return err
