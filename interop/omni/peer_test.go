@@ -91,10 +91,12 @@ func (p *peer) open(base, config ask, env map[string]string) *peer {
 	for k, v := range config {
 		base[k] = v
 	}
-	r := p.do(ask{"op": "open", "config": base, "env": env})
-	p.at = stage.Endpoint{Host: r.Host, Port: r.ZMQPort}
+	p.at = p.do(ask{"op": "open", "config": base, "env": env}).endpoint()
 	return p
 }
+
+// endpoint is that of a connector which was opened.
+func (r reply) endpoint() stage.Endpoint { return stage.Endpoint{Host: r.Host, Port: r.ZMQPort} }
 
 // tell says a command, and answer gives the answer to it.
 func (p *peer) tell(q ask) {

@@ -7,7 +7,7 @@ Listens on the unix socket SOCKET and says "ready" on stdout. Each connection to
 first, then answers each line of JSON with one. It ends when its connection does, at once and without Python's exit handlers. This
 process ends at the end of its stdin, and its peers with it.
 
-  {"op":"open","config":{..},"env":{..},"netns":PID}          a connector; before it, environment and network namespace
+  {"op":"open","config":{..},"env":{..},"host":PID}           a connector; before it, environment, and the network and mounts of PID
   {"op":"put","key":K,"value":V | "case":C}                   ok, size, metadata (hex of its msgpack)
   {"op":"get","key":K,"metadata":HEX|null,"wait":S,"deadline":S,"brief":BOOL}
                       value as describe() has it, size, tries; again every 50 ms up to wait
@@ -109,10 +109,11 @@ class Peer:
     def __init__(self):
         self.c = None
 
-    def open(self, config, env=None, netns=0):
+    def open(self, config, env=None, host=0):
         os.environ.update(env or {})
-        if netns:
-            with open(f"/proc/{netns}/ns/net") as f:
+        if host:
+            namespaces = [open(f"/proc/{host}/ns/{n}") for n in ("net", "mnt")]
+            for f in namespaces:
                 setns(f.fileno())
         self.c = Nixl(config)
         return self.c.get_connection_info()
@@ -196,7 +197,7 @@ class Peer:
 
 def setns(fd):
     import ctypes
-    if ctypes.CDLL(None, use_errno=True).setns(fd, 0x40000000):
+    if ctypes.CDLL(None, use_errno=True).setns(fd, 0):
         raise OSError(ctypes.get_errno(), "setns")
 
 
