@@ -68,7 +68,8 @@ type Options struct {
 	// refused with ErrTooLarge.
 	QueueBytes int64
 	// TotalBytes limits the bytes waiting for all destinations of a loop together, counted as for QueueBytes. Beyond it bodies of 8 KiB
-	// and more are refused; smaller ones pass, so that peers are still answered, if with less. At least QueueBytes.
+	// and more are refused; smaller ones pass, so that peers are still answered, if with less. At least QueueBytes. The peers of one
+	// address may use a quarter of it, or QueueBytes if that is more.
 	// Default: DefaultTotalBytes, or QueueBytes if that is more.
 	TotalBytes int64
 	// ConnectTimeout limits each step of an attempt to connect, and the handshake of a peer that connects to a Router.
@@ -77,6 +78,8 @@ type Options struct {
 	ReconnectMin, ReconnectMax time.Duration
 	// Log gets warnings, at most one line per cause and ten seconds for what a peer can provoke. Default: slog.Default().
 	Log *slog.Logger
+
+	stall time.Duration // stallTimeout, but for tests
 }
 
 func (o Options) withDefaults() Options {
@@ -100,6 +103,7 @@ func (o Options) withDefaults() Options {
 	if o.TotalBytes == 0 {
 		o.TotalBytes = max(DefaultTotalBytes, o.QueueBytes)
 	}
+	def(&o.stall, stallTimeout)
 	if o.Log == nil {
 		o.Log = slog.Default()
 	}

@@ -55,7 +55,7 @@ func (l *Loop) Dial(ctx context.Context, addr string, h DealerHandler) (*Dealer,
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	d := &Dealer{l: l, h: h, addr: addr, host: host, port: port}
+	d := &Dealer{l: l, h: h, addr: addr, host: host, port: port, q: outlet{total: &l.total}}
 	d.alarm = alarm{m: d, index: -1}
 	err = l.post(func() {
 		if d.ended(l) {
@@ -90,7 +90,7 @@ func (d *Dealer) Send(body []byte) error {
 		l.mu.Unlock()
 		return ErrGone
 	}
-	if err := d.q.push(parcel{head: body}, &l.opts, &l.total); err != nil {
+	if err := d.q.push(parcel{head: body}, &l.opts); err != nil {
 		l.mu.Unlock()
 		return err
 	}
@@ -121,7 +121,7 @@ func (d *Dealer) Close() error {
 func (d *Dealer) release() {
 	d.l.mu.Lock()
 	d.link = linkDown // a Send that is under way touches the queue no more
-	d.q.clear(&d.l.total)
+	d.q.clear()
 	d.l.mu.Unlock()
 	if _, ok := d.l.members[d]; !ok {
 		return // closed before it began
@@ -184,7 +184,7 @@ func (d *Dealer) failed(why string) {
 	l.mu.Lock()
 	first := d.link != linkDown
 	d.link = linkDown
-	d.q.clear(&l.total)
+	d.q.clear()
 	l.mu.Unlock()
 
 	pause := min(l.opts.ReconnectMin<<min(d.failures, 20), l.opts.ReconnectMax)

@@ -18,9 +18,13 @@ type zmtp struct {
 	t testing.TB
 }
 
-func dialZMTP(t testing.TB, addr string) zmtp {
+func dialZMTP(t testing.TB, addr string) zmtp { return dialZMTPFrom(t, "127.0.0.1", addr) }
+
+// dialZMTPFrom connects from an address of this machine, 127.0.0.0/8 for loopback.
+func dialZMTPFrom(t testing.TB, src, addr string) zmtp {
 	t.Helper()
-	c, err := net.Dial("tcp", addr)
+	d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(src)}}
+	c, err := d.Dial("tcp", addr)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -32,7 +32,7 @@ const (
 // is handled as any other; its Source has Local set, and Send answers it by its ID.
 //
 // A peer must run as the same user as this process, or as root; others are turned away, counted and logged. There may be 4,096 at
-// once. Calling it again returns the same name.
+// once, or a quarter of the descriptors that the process may open if that is less. Calling it again returns the same name.
 func (r *Router) ListenLocal(ctx context.Context) (name string, err error) {
 	err = r.l.call(ctx, func() error {
 		if r.ended(r.l) {
@@ -154,8 +154,8 @@ func (a *acceptor) pause(err error) {
 func (a *acceptor) accept(fd int) {
 	r := a.r
 	err := checkUser(fd)
-	if err == nil && len(r.locals) >= maxLocal {
-		err = fmt.Errorf("%d are connected", maxLocal)
+	if err == nil && len(r.locals) >= r.places.local {
+		err = fmt.Errorf("%d are connected", len(r.locals))
 	}
 	if err != nil {
 		unix.Close(fd)
@@ -182,7 +182,7 @@ func (r *Router) turnAway(err error) {
 	r.local.log.warn(r.l.opts.Log, "control: turned away a local peer", "port", r.port, "error", err)
 }
 
-// TurnedAway counts local connections that were closed at once: of another user, or one too many.
+// TurnedAway counts connections that were closed at once: one too many, or a local one of another user.
 func (r *Router) TurnedAway() uint64 {
 	r.l.mu.Lock()
 	defer r.l.mu.Unlock()
@@ -223,7 +223,10 @@ func (p *localPeer) over() bool { return p.r.ended(p.r.l) }
 func (p *localPeer) lost(err error) {
 	r := p.r
 	r.forget(p)
-	if errors.Is(err, errFrame) {
+	switch {
+	case errors.Is(err, errStalled):
+		r.countStalled("local")
+	case errors.Is(err, errFrame):
 		r.l.mu.Lock()
 		r.badFrames++
 		r.l.mu.Unlock()

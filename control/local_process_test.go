@@ -19,7 +19,7 @@ func playLocalPeer(role, arg string) error {
 	}
 	o := lively()
 	if role == "describer" {
-		o = Options{TotalBytes: 1 << 30, HeartbeatInterval: time.Hour} // its peers answer no PING
+		o = Options{TotalBytes: 4 << 30, HeartbeatInterval: time.Hour} // its peers answer no PING
 	}
 	l, err := NewLoop(o)
 	if err != nil {

@@ -65,7 +65,9 @@ type Loop struct {
 	err     error       // why the loop ended, if not by Close
 	closing atomic.Bool // no new members, no new calls; set under mu
 	total   total
-	sleeps  int // so far; tests look at it
+	// addresses are the totals of the addresses that peers of routers are at; only the owner writes it.
+	addresses map[string]*total
+	sleeps    int // so far; tests look at it
 
 	done chan struct{}
 
@@ -91,7 +93,9 @@ func NewLoop(o Options) (*Loop, error) {
 	if err := o.check(); err != nil {
 		return nil, err
 	}
-	l := &Loop{opts: o, epoll: -1, event: -1, done: make(chan struct{}), members: map[member]struct{}{}, watched: map[int]member{}}
+	l := &Loop{opts: o, epoll: -1, event: -1, done: make(chan struct{}), members: map[member]struct{}{}, watched: map[int]member{},
+		addresses: map[string]*total{}}
+	l.total.limit = o.TotalBytes
 	if err := l.open(); err != nil {
 		l.shut()
 		return nil, fmt.Errorf("control: start a loop: %w", err)

@@ -13,8 +13,9 @@ import (
 func TestOutletAcceptsUpToItsLimitsAndKeepsOrder(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		o := &Options{Queue: rapid.IntRange(1, 5).Draw(t, "queue"), QueueBytes: rapid.Int64Range(1, 40).Draw(t, "bytes")}
-		var q outlet
-		var all total
+		whole := total{limit: 1 << 20}
+		all := total{whole: &whole, limit: 1 << 20}
+		q := outlet{total: &all}
 		var model []parcel
 		var bytes int64
 		t.Repeat(map[string]func(*rapid.T){
@@ -30,18 +31,18 @@ func TestOutletAcceptsUpToItsLimitsAndKeepsOrder(t *testing.T) {
 				default:
 					model, bytes = append(model, parcel{head: body}), bytes+size
 				}
-				if err := q.push(parcel{head: body}, o, &all); !errors.Is(err, want) {
+				if err := q.push(parcel{head: body}, o); !errors.Is(err, want) {
 					t.Fatalf("push of %d bytes: %v, want %v", size, err, want)
 				}
 			},
 			"clear": func(t *rapid.T) {
-				if n := q.clear(&all); n != len(model) {
+				if n := q.clear(); n != len(model) {
 					t.Fatalf("%d cleared, want %d", n, len(model))
 				}
 				model, bytes = nil, 0
 			},
 			"": func(t *rapid.T) {
-				if q.n != len(model) || q.bytes != bytes || all.bytes != bytes {
+				if q.n != len(model) || q.bytes != bytes || all.bytes != bytes || whole.bytes != bytes {
 					t.Fatalf("%d messages, %d bytes, %d in all: want %d, %d", q.n, q.bytes, all.bytes, len(model), bytes)
 				}
 			},

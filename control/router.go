@@ -35,9 +35,10 @@ type Router struct {
 	peers                            map[string]*peer
 	dirty                            []*peer // with messages accepted, each once
 	badFrames, fullQueue, unroutable uint64
-	flooded                          uint64
+	flooded, stalled                 uint64
 	locals                           map[string]*localPeer // by id; only the owner writes it
 	turnedAway                       uint64
+	budgetLog                        logLimit
 
 	// Owner only.
 	s          *socket
@@ -51,7 +52,12 @@ type Router struct {
 	conns      map[int]*conn   // by descriptor, as the monitor reports them
 	floods     map[string]bool // ids of peers that were cut off, while messages of theirs may come
 	badLog     logLimit
+	owing      []*peer // something may wait for them in the kernel
+	look       alarm   // next look at those
+	places     places
 	floodLog   logLimit
+	stallLog   logLimit
+	placeLog   logLimit
 	refusedLog logLimit
 }
 
@@ -64,6 +70,7 @@ type peer struct {
 	src    Source
 	fd     int
 	intake intake
+	uptake uptake
 	q      outlet
 	queued bool // in dirty or blocked; guarded by Loop.mu
 }
@@ -78,9 +85,13 @@ func (l *Loop) Listen(ctx context.Context, host string, port int, h RouterHandle
 	if err != nil {
 		return nil, fmt.Errorf("control: listen on host %q, port %d: %w", host, port, err)
 	}
-	r := &Router{l: l, h: h, peers: map[string]*peer{}, conns: map[int]*conn{}, floods: map[string]bool{}, locals: map[string]*localPeer{}}
+	places, err := newPlaces()
+	if err != nil {
+		return nil, err
+	}
+	r := &Router{l: l, h: h, places: places, peers: map[string]*peer{}, conns: map[int]*conn{}, floods: map[string]bool{}, locals: map[string]*localPeer{}}
 	r.left, _ = h.(LeaveHandler)
-	r.alarm = alarm{m: r, index: -1}
+	r.alarm, r.look = alarm{m: r, index: -1}, alarm{m: r, index: -1}
 	if err := l.call(ctx, func() error { return r.bind(at) }); err != nil {
 		return nil, err
 	}
@@ -157,9 +168,13 @@ func (r *Router) send(id string, m parcel) error {
 		l.mu.Unlock()
 		return ErrGone
 	}
-	if err := p.q.push(m, &l.opts, &l.total); err != nil {
+	if err := p.q.push(m, &l.opts); err != nil {
 		r.fullQueue++
+		crowd, due := r.crowd(err)
 		l.mu.Unlock()
+		if due {
+			crowd.warn(r)
+		}
 		return err
 	}
 	wake := false
@@ -191,6 +206,7 @@ func (r *Router) Close() error {
 func (r *Router) release() {
 	r.s.close(r.l)
 	r.l.alarms.stop(&r.alarm)
+	r.l.alarms.stop(&r.look)
 	delete(r.l.members, r)
 	if r.local != nil {
 		r.local.release()
@@ -203,8 +219,9 @@ func (r *Router) release() {
 	defer r.l.mu.Unlock()
 	for id, p := range r.peers {
 		delete(r.peers, id) // a Send that is under way finds nobody
-		p.q.clear(&r.l.total)
+		p.q.clear()
 		p.q.flow.drop()
+		r.l.leave(p.src.Addr, p.q.total)
 	}
 }
 
@@ -214,6 +231,7 @@ func (r *Router) turn() bool {
 	if r.ended(l) || !r.watchPeers() {
 		return false
 	}
+	r.cutStalled()
 	r.early = false
 	if len(r.blocked) > 0 && r.retries == 0 {
 		if now := time.Now(); now.Before(r.nextRetry()) {
@@ -315,9 +333,10 @@ func (r *Router) newPeer() (p *peer, filed bool) {
 	if c == nil {
 		return p, false
 	}
-	p.q.flow = newFlow(r.l.total.flow)
 	c.peers = append(c.peers, p)
 	r.l.mu.Lock()
+	p.q.total = r.l.join(p.src.Addr)
+	p.q.flow = newFlow(p.q.total.flow)
 	r.peers[p.src.ID] = p
 	r.l.mu.Unlock()
 	return p, true
@@ -329,7 +348,8 @@ func (r *Router) watchPeers() bool {
 		switch ev {
 		case zmq4.EVENT_ACCEPTED:
 			r.leave(r.conns[value])
-			r.conns[value] = &conn{}
+			delete(r.conns, value)
+			r.accepted(value)
 		case zmq4.EVENT_DISCONNECTED:
 			c := r.conns[value]
 			delete(r.conns, value)
@@ -353,9 +373,10 @@ func (r *Router) leave(c *conn) {
 	for _, p := range c.peers {
 		r.l.mu.Lock()
 		delete(r.peers, p.src.ID)
-		r.unroutable += uint64(p.q.clear(&r.l.total))
-		r.l.mu.Unlock()
+		r.unroutable += uint64(p.q.clear())
 		p.q.flow.drop() // nobody finds p any more
+		r.l.leave(p.src.Addr, p.q.total)
+		r.l.mu.Unlock()
 		if r.left != nil && !r.ended(r.l) {
 			r.left.Left(p.src)
 		}
@@ -385,6 +406,7 @@ func (r *Router) flush() (tried int) {
 
 // drain hands the messages of p to libzmq until there are none, or no room.
 func (r *Router) drain(p *peer) {
+	r.owe(p)
 	_, errno := p.q.drain(r.l, r.s.raw, p.src.ID, func() { p.queued = false })
 	switch errno {
 	case 0:
@@ -392,7 +414,7 @@ func (r *Router) drain(p *peer) {
 		r.blocked = append(r.blocked, p)
 	case syscall.EHOSTUNREACH: // gone; the monitor is about to say so
 		r.l.mu.Lock()
-		r.unroutable += uint64(p.q.clear(&r.l.total))
+		r.unroutable += uint64(p.q.clear())
 		p.queued = false
 		r.l.mu.Unlock()
 	default:

@@ -35,6 +35,9 @@ const keptInput = 64 << 10
 // errFrame is for what no peer of this package sends. It ends the connection.
 var errFrame = errors.New("not a message")
 
+// errStalled is for an end that sends and does not read.
+var errStalled = errors.New("the other end took nothing of what waits for it")
+
 // streamUser is whose stream it is. All calls are on the owner goroutine.
 type streamUser interface {
 	message(body []byte) // body is valid only during the call
@@ -59,6 +62,7 @@ type stream struct {
 	full   bool        // the epoll looks for room; else out waits for the end of the turn, or for Loop.late
 	corked bool        // the owner takes in messages
 	late   bool        // in Loop.late; guarded by Loop.mu
+	moved  time.Time   // when the other end last took something, or full was set
 
 	// Owner only.
 	in       []byte // come and not handled: part of a message, or more if the last turn ended before that
@@ -268,9 +272,18 @@ func (s *stream) handle(data []byte, budget *int) (rest []byte, err error) {
 	return data, nil
 }
 
+// stalled says whether there has been no room for what waits for too long.
+func (s *stream) stalled(now time.Time) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.full && now.Sub(s.moved) >= s.l.opts.stall
+}
+
 // beat asks for a sign of life, or ends the wait for one. Any byte is one.
 func (s *stream) beat(now time.Time) error {
 	switch {
+	case s.stalled(now):
+		return fmt.Errorf("%w for %v", errStalled, s.l.opts.stall)
 	case !s.asked:
 		s.asked, s.deadline = true, now.Add(s.l.opts.HeartbeatTimeout)
 		s.sign(signPing)

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"runtime"
 	"syscall"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -76,7 +77,7 @@ func (s *stream) admit(size int64) error {
 	}
 	s.l.mu.Lock()
 	defer s.l.mu.Unlock()
-	if err := s.l.total.fits(size, o); err != nil {
+	if err := s.l.total.fits(size); err != nil {
 		return err
 	}
 	s.queued += size
@@ -130,6 +131,7 @@ func (s *stream) setFull(full bool) {
 	}
 	s.full = full
 	if full {
+		s.moved = time.Now()
 		s.interest(unix.EPOLLIN | unix.EPOLLOUT)
 	} else {
 		s.interest(unix.EPOLLIN)
@@ -158,6 +160,7 @@ func (s *stream) flushLocked() {
 		}
 		budget -= n
 		s.at += n
+		s.moved = time.Now()
 		done, bytes := 0, int64(0)
 		for done < len(s.out) && s.at >= s.out[done].size() {
 			s.at -= s.out[done].size()

@@ -2,6 +2,7 @@ package control
 
 import (
 	"errors"
+	"fmt"
 	"io"
 	"testing"
 	"time"
@@ -28,7 +29,7 @@ func TestUnreadAcksOfManyPeersAreBoundedTogether(t *testing.T) {
 
 	lazy, ids := make([]zmtp, peers), make([]string, peers)
 	for i := range lazy {
-		lazy[i] = dialZMTP(t, hostPort(r))
+		lazy[i] = dialZMTPFrom(t, fmt.Sprint("127.0.1.", 1+i%8), hostPort(r))
 		lazy[i].write(append(frame(1, nil), frame(0, []byte("ask"))...))
 		ids[i] = h.next(t, "message").from.ID
 	}
