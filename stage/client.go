@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -15,6 +16,7 @@ import (
 	"github.com/tensorferry/tensorferry/control"
 	"github.com/tensorferry/tensorferry/stage/slab"
 	"github.com/tensorferry/tensorferry/stage/wire"
+	"github.com/tensorferry/tensorferry/transfer"
 )
 
 var (
@@ -33,6 +35,9 @@ const (
 	DefaultQuery  = 10 * time.Millisecond
 	DefaultAnswer = 5 * time.Second
 	DefaultInline = 64 << 10
+	// DefaultInlineMapped is that where the producer is on this machine and memory can be shared: two processes took 0.12 ms for 32 KiB
+	// either way, at 64 KiB 0.18 ms inline, and 0.13 ms by a copy and a verify.
+	DefaultInlineMapped = 32 << 10
 )
 
 // Bounds that nobody has needed to set.
@@ -60,7 +65,9 @@ type ClientOptions struct {
 	Query    time.Duration // between two questions to a plain producer that has not put yet; default 10 ms
 	Answer   time.Duration // how long one answer may take before the claim is repeated on a new connection; default 5 s
 	Transfer time.Duration // of a get whose context has no deadline; default 300 s
-	Inline   int64         // payloads up to it come inside the reply of an own producer; 0: 64 KiB, below 0: none
+	Inline   int64         // payloads up to it come inside the reply of an own producer; 0: DefaultInline or DefaultInlineMapped, below 0: none
+
+	inlineLocal int64 // Inline for producers of this machine
 
 	// AllowHost, if set, is asked before a host is dialled; an error refuses it.
 	AllowHost func(host string) error
@@ -90,9 +97,14 @@ func (o *ClientOptions) complete() error {
 	case o.Inline > wire.MaxInline:
 		return fmt.Errorf("%w: Inline is %d bytes, at most %d", ErrOptions, o.Inline, wire.MaxInline)
 	case o.Inline == 0:
-		o.Inline = DefaultInline
+		o.Inline, o.inlineLocal = DefaultInline, DefaultInline
+		if slices.Contains(o.Slab.Planes(), transfer.Mapped) {
+			o.inlineLocal = DefaultInlineMapped
+		}
+	default:
+		o.Inline = max(o.Inline, 0)
+		o.inlineLocal = o.Inline
 	}
-	o.Inline = max(o.Inline, 0)
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}

@@ -185,7 +185,9 @@ func (g *get) question(ctx context.Context) (*call, error) {
 		f := g.c.extension()
 		f.Sum = true
 		if !g.r.InPlace && !g.r.AllOnDevice {
-			f.Inline = g.c.o.Inline
+			if f.Inline = g.c.o.Inline; l.s.local {
+				f.Inline = g.c.o.inlineLocal
+			}
 		}
 		// That a shared connection is lost heartbeats tell. It is not given up for a get that has little time.
 		held, patience := time.Duration(0), g.c.o.Answer

@@ -34,7 +34,7 @@ type target struct {
 }
 
 var targets = []target{
-	{small, inline, theirNIXL, 30}, {leaves, ourMapped, theirNIXL, 30}, {leaves, inPlace, theirNIXL, 30}, {large, ourMapped, theirNIXL, 5},
+	{small, ourMapped, theirNIXL, 30}, {leaves, ourMapped, theirNIXL, 30}, {leaves, inPlace, theirNIXL, 30}, {large, ourMapped, theirNIXL, 5},
 	{large, ourSHM, theirSHM, 10}, {large, ourMapped, theirSHM, 10}, {large, inPlace, theirSHM, 10},
 }
 

@@ -47,7 +47,7 @@ func (b *bench) ways() []way {
 	}
 	view := link(ourMapped, noInline, "mapped")
 	view.name, view.inPlace = inPlace, true
-	small := link(inline, 0, "mapped")
+	small := link(inline, 64*kib, "mapped")
 	small.most = 64 * kib
 	return append(all, link(ourTCP, noInline, "tcp"), link(ourMapped, noInline, "mapped"), view, small,
 		way{name: ourSHM, open: request{Name: ourSHM, Connector: "shm"}, inPlace: true})
