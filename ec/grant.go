@@ -4,7 +4,6 @@ import (
 	"container/list"
 	"crypto/rand"
 	"encoding/hex"
-	"fmt"
 	"sync"
 	"time"
 
@@ -15,11 +14,9 @@ import (
 
 // Limits of what peers may hold.
 const (
-	minGrants          = 1024    // a source that has fewer is told to come again where it is over a share, others that there is nothing
-	maxSourceGrants    = 1 << 16 // of one source, however little they keep in place
-	maxSessions        = 4       // sessions with grants on one connection
-	maxDescriptors     = 8       // acks of one plain session that carry the descriptor before its first READ is complete
-	maxPlainSessions   = 4096    // plain sessions remembered, for the rule above
+	maxSessions        = 4    // sessions with grants on one connection
+	maxDescriptors     = 8    // acks of one plain session that carry the descriptor before its first READ is complete
+	maxPlainSessions   = 4096 // plain sessions remembered, for the rule above
 	grantIDRandomBytes = 16
 )
 
@@ -61,6 +58,7 @@ type grantTable struct {
 	leases   *list.List                // of *grant, the next to end first: all leases are equally long, so a renewed one goes to the back
 	sessions map[string]map[string]int // connection -> session -> grants
 	plain    map[string]*plainSession  // by session
+	forgot   bool                      // a plain session that may still know an agent
 }
 
 // plainSession is what is known of one session of a plain peer. It decides whether an ack carries the descriptor of the whole
@@ -72,6 +70,7 @@ type plainSession struct {
 	grants      int
 	moving      time.Time // since when it waits to be told of another agent; zero: it does not
 
+	warm    bool           // it may know an agent: a READ was complete, if ever so long ago
 	conn    string         // routing id of the connection that asked last
 	gone    time.Time      // when that connection ended; zero while it stands
 	knows   []*incarnation // of a process that died, which may have told it of them
@@ -95,7 +94,7 @@ func (t *grantTable) add(g *grant) {
 	g.lease = t.leases.PushBack(g)
 	t.join(g)
 	g.pool.total.add(g)
-	g.pool.bySource.add(g)
+	g.pool.heldBy(g.plain).add(g)
 	if g.plain {
 		t.plainSession(g.session).grants++
 	}
@@ -132,7 +131,7 @@ func (t *grantTable) remove(g *grant) bool {
 	}
 	t.leave(g)
 	g.pool.total.remove(g)
-	g.pool.bySource.remove(g)
+	g.pool.heldBy(g.plain).remove(g)
 	if g.plain {
 		t.plainSession(g.session).grants--
 	}
@@ -199,9 +198,12 @@ func (t *grantTable) plainSession(session string) *plainSession {
 					}
 				}
 			}
+			if old := t.plain[victim]; old != nil && old.warm && (old.gone.IsZero() || time.Since(old.gone) < sessionGone) {
+				t.forgot = true
+			}
 			delete(t.plain, victim)
 		}
-		s = &plainSession{}
+		s = &plainSession{warm: t.forgot}
 		t.plain[session] = s
 	}
 	return s
@@ -218,39 +220,6 @@ func (t *grantTable) descriptorDue(session string, agent *incarnation) bool {
 	}
 	s.descriptors++
 	return true
-}
-
-// overLimit names the limit that one more grant would break, and the answer to that; OK if there is none.
-func (p *Producer) overLimit(g *grant) (limit string, answer wire.Status) {
-	if s := p.grants.sessions[g.conn]; s[g.session] == 0 && len(s) >= maxSessions {
-		return fmt.Sprintf("%d sessions a connection", maxSessions), wire.NackMissing
-	}
-	source := g.pool.bySource.of(g.source)
-	if source.grants >= maxSourceGrants {
-		return fmt.Sprintf("%d grants to one source", maxSourceGrants), wire.NackMissing
-	}
-	if g.plain {
-		if limit := g.pool.overBurned(g.source); limit != "" {
-			return limit, wire.NackMissing
-		}
-	}
-	// Blocks that are kept in place already cost nothing more. Whatever its size, one entry can be had.
-	over := func(u *usage, share float64) bool {
-		with := u.with(g)
-		return u.grants > 0 && with > u.blocks && float64(with) > share*float64(g.pool.blocks)
-	}
-	switch {
-	case over(source, p.o.SourceShare):
-		limit = fmt.Sprintf("%.0f%% of the pool to one source", 100*p.o.SourceShare)
-	case over(&g.pool.total, p.o.TotalShare):
-		limit = fmt.Sprintf("%.0f%% of the pool to all peers", 100*p.o.TotalShare)
-	default:
-		return "", wire.OK
-	}
-	if source.grants < minGrants {
-		return limit, wire.NackNotReady // a burst of large entries: there is room when the first of them have been READ
-	}
-	return limit, wire.NackMissing
 }
 
 // How a grant ends.

@@ -135,7 +135,7 @@ func (m *grantModel) compare(t *rapid.T, keys []string) {
 	if sessions != len(m.live) {
 		t.Fatalf("%d grants by session, want %d", sessions, len(m.live))
 	}
-	if len(m.live) == 0 && len(m.producer.order[0].bySource)+len(table.sessions) != 0 {
+	if len(m.live) == 0 && len(m.producer.order[0].ownHeld.bySource)+len(table.sessions) != 0 {
 		t.Fatal("a source or session is kept without grants")
 	}
 }

@@ -1,9 +1,12 @@
 package ec
 
+import "time"
+
 // usage counts grants, and the blocks that they keep in place: an entry that is granted many times is there once.
 type usage struct {
 	grants, blocks int
 	entries        map[uint64]int // grants by generation of the entry
+	moved          time.Time      // of usages: when there was the first grant, or later when one ended last
 }
 
 func (u *usage) add(g *grant) {
@@ -45,7 +48,7 @@ func (us usages) of(source string) *usage {
 func (us usages) add(g *grant) {
 	u := us[g.source]
 	if u == nil {
-		u = &usage{}
+		u = &usage{moved: time.Now()}
 		us[g.source] = u
 	}
 	u.add(g)
@@ -54,6 +57,7 @@ func (us usages) add(g *grant) {
 func (us usages) remove(g *grant) {
 	if u := us[g.source]; u.grants > 1 {
 		u.remove(g)
+		u.moved = time.Now()
 		return
 	}
 	delete(us, g.source)

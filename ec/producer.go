@@ -31,9 +31,11 @@ type ProducerOptions struct {
 	Log        *slog.Logger // nil: slog.Default()
 
 	// SourceShare and TotalShare are the parts of a pool's blocks that may be under grants to one source address (default
-	// 0.25) and to all together (default 0.5), so that there is always room for saves and for other peers. A source that has no
-	// grant is not refused by its share, however large the entry. A request over a share is answered NOT_READY, and MISSING if the
-	// source has 1,024 grants: then it reads too little of what it takes to be told to ask again.
+	// 0.25) and to all together (default 0.5), so that there is always room for saves and for other peers. Own and plain peers are
+	// counted apart; together they have at most half of what TotalShare leaves. A source that has no grant is not refused by its
+	// share, however large the entry, and one that has few gets past TotalShare by a quarter of what that leaves. A request over a
+	// share is answered NOT_READY where it passes soon: of an own peer, and of a plain one of which a grant ended, or whose first was
+	// made, within a lease. Else, and if the source has 1,024 grants, it is answered MISSING: the peer encodes for itself.
 	SourceShare, TotalShare float64
 }
 
@@ -70,15 +72,15 @@ type servedPool struct {
 	offerings []offering
 	plain     PlainServer // nil: no plane of this pool speaks to plain peers
 
-	// Under the producer's lock: the agent that plain peers were told of last, and what is granted of this pool, in all and by
-	// source.
-	agent    *incarnation
-	total    usage
-	bySource usages
-	burned   usage // past its lease and not read, of plain peers
-	burnedBy usages
-	rotation rotation
-	granted  []*Pin // by the process before, whose agents still serve; under no lock: see succeed
+	// Under the producer's lock: the agent that plain peers were told of last, and what is granted of this pool.
+	agent     *incarnation
+	total     usage
+	ownHeld   held
+	plainHeld held
+	burned    usage // of plainHeld: past its lease and not read
+	burnedBy  usages
+	rotation  rotation
+	granted   []*Pin // by the process before, whose agents still serve; under no lock: see succeed
 }
 
 // Producer answers peers that ask for entries of its pools: pin, grant, ack, and let go at verify, notification or lease.
@@ -143,7 +145,8 @@ func (p *Producer) register(ctx context.Context, sp ServedPool) error {
 		return fmt.Errorf("ec: two pools with the same compatibility hash (%s)", describe(sp.Compat))
 	}
 	pool := &servedPool{
-		cache: sp.Cache, compat: sp.Compat, blocks: sp.Cache.Stats().Blocks, bySource: usages{}, burnedBy: usages{},
+		cache: sp.Cache, compat: sp.Compat, blocks: sp.Cache.Stats().Blocks,
+		ownHeld: held{bySource: usages{}}, plainHeld: held{bySource: usages{}}, burnedBy: usages{},
 	}
 	p.pools[hash] = pool
 	p.order = append(p.order, pool)

@@ -180,6 +180,9 @@ func remember(all []*incarnation, i *incarnation) []*incarnation {
 func (p *Producer) readByPlain(id grantKey) *grant {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if s := p.grants.plain[id.session]; s != nil {
+		s.warm = true
+	}
 	g := p.grants.byKey[id]
 	if g == nil {
 		return nil

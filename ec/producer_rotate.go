@@ -31,6 +31,10 @@ const (
 	// No ack is acted on later than that by a session whose connection stands. An engine looks at its acks in each step, and a vLLM
 	// engine ends itself when a step takes 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, 0.32); one that is stopped loses its connection.
 	lateAck = 10 * time.Minute
+	// The same for a session that never READ. It knows no agent, so it adds the one that an ack names, and adding a dead one fails that
+	// key only. One that has added the agent has its first READ under way, for 20 s at most, and acts on its other acks in the next
+	// steps; vLLM gives an item 60 s in all.
+	lateFirstAck = 90 * time.Second
 	// A READ that was posted before a session's first one on the new incarnation: vLLM gives it 20 s, and its memory 60 s more.
 	lastReads   = 90 * time.Second
 	retireCheck = 5 * time.Second // how often it is asked who may still use a former incarnation
@@ -45,17 +49,18 @@ type rotation struct {
 	due      *time.Timer  // looks at burned grants again
 }
 
-// overBurned names the limit of burned grants that keeps one more grant from a plain peer, or "". While a former incarnation is being
-// retired twice as much may be burned: the peer has to be able to READ on the new one.
-func (sp *servedPool) overBurned(source string) string {
+// overBurned names the limit of burned grants that keeps one more grant from a plain peer, or "". From when a new incarnation is started
+// until the former one is over twice as much may be burned: the peer has to be able to READ on the new one. Sources that have little
+// answer for themselves only.
+func (sp *servedPool) overBurned(source string, little bool) string {
 	share := 1.0
-	if sp.rotation.retiring != nil {
+	if sp.rotation.running {
 		share = 2
 	}
 	if u := sp.burnedBy.of(source); u.grants > 0 && float64(u.blocks) > share*burnedSourceShare*float64(sp.blocks) {
 		return fmt.Sprintf("%d blocks acked to that source and not read", u.blocks)
 	}
-	if u := &sp.burned; u.grants > 0 && float64(u.blocks) > share*burnedTotalShare*float64(sp.blocks) {
+	if u := &sp.burned; !little && u.grants > 0 && float64(u.blocks) > share*burnedTotalShare*float64(sp.blocks) {
 		return fmt.Sprintf("%d blocks acked to plain peers and not read", u.blocks)
 	}
 	return ""
@@ -107,7 +112,8 @@ func (p *Producer) lookAgain(pool *servedPool, d time.Duration) {
 
 // rotate replaces the agent and retires the former one.
 func (p *Producer) rotate(pool *servedPool, rotator Rotator) {
-	defer p.rotated(pool)
+	retry := rotateRetry
+	defer func() { p.rotated(pool, retry) }()
 	ctx, cancel := context.WithTimeout(context.Background(), rotateTimeout)
 	defer cancel()
 	go func() {
@@ -131,11 +137,11 @@ func (p *Producer) rotate(pool *servedPool, rotator Rotator) {
 	p.stats.Rotations++
 	p.agent(pool)
 	p.mu.Unlock()
+	retry = 0
 	if former == nil {
 		end()
 		return
 	}
-
 	p.retire(pool, former, end)
 }
 
@@ -154,13 +160,18 @@ func (p *Producer) retire(pool *servedPool, former *incarnation, end func()) {
 	end()
 }
 
-// rotated is the end of rotate.
-func (p *Producer) rotated(pool *servedPool) {
+// rotated is the end of rotate. What was burned meanwhile may be over a limit by now; the next rotation begins after retry then.
+func (p *Producer) rotated(pool *servedPool, retry time.Duration) {
+	p.agentGone(pool) // before it is looked at what is burned
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	pool.rotation.running, pool.rotation.retiring, pool.rotation.kept = false, nil, 0
-	if !p.closed && pool.burned.grants > 0 {
-		p.lookAgain(pool, rotateRetry)
+	switch {
+	case p.closed || pool.burned.grants == 0:
+	case retry > 0:
+		p.lookAgain(pool, retry)
+	default:
+		p.considerRotation(pool)
 	}
 }
 
@@ -175,8 +186,13 @@ func (p *Producer) retired(pool *servedPool, former *incarnation) bool {
 	case former.inherited:
 		return p.retiredHeir(pool, former)
 	}
+	lateFirst := time.Since(former.acked) >= lateFirstAck
 	for _, g := range p.grants.byID {
-		if g.plain && g.pool == pool && slices.Contains(g.told, former) && !p.actedOnAll(p.grants.plainSession(g.session), pool) {
+		if !g.plain || g.pool != pool || !slices.Contains(g.told, former) {
+			continue
+		}
+		s := p.grants.plainSession(g.session)
+		if over := lateFirst && !s.warm; !over && !p.actedOnAll(s, pool) {
 			return false
 		}
 	}

@@ -109,6 +109,8 @@ func TestAnAgentOutlivesEverySessionThatMayStillReadByIt(t *testing.T) {
 		s, plane, a := rotating(t)
 		save(t, s.cache, "img", 2)
 		save(t, s.cache, "next", 2)
+		s.session("next", "slow", "2")
+		a.notify(transfer.Notification{Message: wire.Notification("slow", "next")})
 		s.session("img", "slow", "2")
 		former := s.rotated(plane, a)
 		wait(sessionGone)
@@ -158,11 +160,116 @@ func TestASessionThatHasReadAllThatItWasGrantedKeepsNoAgent(t *testing.T) {
 	})
 }
 
-// A peer that is connected, has an ack, and never READs again.
+// A READ on a dead agent that is known ends a vLLM engine. Adding a dead one does not.
+func TestASessionThatNeverReadKeepsAnAgentForLessTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, plane, a := rotating(t)
+		for _, key := range []string{"img", "next"} {
+			save(t, s.cache, key, 2)
+			s.session(key, "new", "2") // connected
+		}
+		former := s.rotated(plane, a)
+		s.producer.Left(control.Source{ID: "1"})
+		wait(lateFirstAck - 31*time.Second - 2*retireCheck) // of the acks
+		if over(former) {
+			t.Fatal("the agent ended before a new peer can have acted on its acks")
+		}
+		wait(retireCheck)
+		if st := s.producer.Stats(); !over(former) || st.Grants != 0 || st.Retiring != 0 {
+			t.Errorf("ended: %v; %+v", over(former), st)
+		}
+	})
+}
+
+func TestTheFirstReadOfASessionMakesItOneThatKnowsTheAgent(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, plane, a := rotating(t)
+		for _, key := range []string{"img", "next"} {
+			save(t, s.cache, key, 2)
+			s.session(key, "slow", "2")
+		}
+		former := s.rotated(plane, a)
+		a.notify(transfer.Notification{Message: wire.Notification("slow", "img")})
+		wait(sessionGone)
+		if over(former) {
+			t.Error("the agent ended under a peer that knows it and has an ack that names it")
+		}
+	})
+}
+
+// What is forgotten is taken for the worse case.
+func TestASessionThatMayHaveReadBeforeItWasForgottenKeepsTheAgent(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, plane, a := rotating(t)
+		save(t, s.cache, "img", 2)
+		for i := range maxPlainSessions + 1 {
+			name := fmt.Sprint("s-", i)
+			s.session("img", name, "2")
+			a.notify(transfer.Notification{Message: wire.Notification(name, "img")})
+		}
+		s.session("img", "may be one of them", "2")
+		former := s.rotated(plane, a)
+		wait(sessionGone)
+		if over(former) {
+			t.Error("the agent ended under a peer that may know it")
+		}
+	})
+}
+
+// What was burned on the new agent while the former one was there is over the limit when that has gone.
+func TestARotationThatEndsIsFollowedByTheNextWithoutAGap(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, plane, a := rotating(t)
+		save(t, s.cache, "img", 2)
+		s.session("img", "warm", "2")
+		a.notify(transfer.Notification{Message: wire.Notification("warm", "img")})
+		save(t, s.cache, "first", 6)
+		s.session("first", "warm", "2")
+		time.Sleep(31 * time.Second)
+		synctest.Wait()
+		if plane.rotated() != 1 {
+			t.Fatalf("%d rotations", plane.rotated())
+		}
+		// The same source burns as much on the new agent, then READs there, so that the former one may end.
+		time.Sleep(plainReadTimeout)
+		for _, key := range []string{"second", "third"} {
+			save(t, s.cache, key, 6)
+		}
+		if ack := s.session("second", "warm", "2"); ack.Status != wire.NackNotReady {
+			t.Fatalf("%v; it may be READing by the former agent", ack.Status)
+		}
+		time.Sleep(plainReadTimeout)
+		if ack := s.session("second", "warm", "2"); ack.Status != wire.OK {
+			t.Fatalf("%v", ack.Status)
+		}
+		s.session("img", "warm", "2")
+		a.notify(transfer.Notification{Message: wire.Notification("warm", "img")})
+		for range 120 {
+			time.Sleep(time.Second)
+			synctest.Wait()
+			st := s.producer.Stats()
+			if plane.rotated() == 1 {
+				continue
+			}
+			if st.Retiring != 1 || st.Burned != 1 || st.BurnedBlocks != 6 {
+				t.Errorf("%+v", st)
+			}
+			if ack := s.session("third", "warm", "3"); ack.Status == wire.NackMissing {
+				t.Errorf("answered %v at the end of a rotation", ack.Status)
+			}
+			return
+		}
+		t.Error("no second rotation")
+	})
+}
+
+// A peer that is connected, knows the agent, has an ack, and never READs again.
 func TestNoSessionKeepsAnAgentLongerThanAnAckCanBeActedOn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s, plane, a := rotating(t)
 		save(t, s.cache, "img", 2)
+		s.session("img", "silent", "2")
+		a.notify(transfer.Notification{Message: wire.Notification("silent", "img")})
 		s.session("img", "silent", "2")
 		former := s.rotated(plane, a)
 		wait(lateAck - time.Minute)
@@ -240,7 +347,10 @@ func TestAGrantAckedTwiceIsNotEndedByTheFirstRead(t *testing.T) {
 
 func TestASourceThatNeverReadsIsRefusedAndOthersAreNot(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s, _, _ := rotating(t)
+		s, _, agent := rotating(t)
+		save(t, s.cache, "read", 1)
+		s.session("read", "greedy", "1")
+		agent.notify(transfer.Notification{Message: wire.Notification("greedy", "read")})
 		var statuses []wire.Status
 		for i, key := range []string{"a", "b", "c", "d"} {
 			save(t, s.cache, key, 6)

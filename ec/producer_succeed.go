@@ -38,7 +38,7 @@ func (p *Producer) succeed(pool *servedPool, granted []*Pin) {
 		}
 	}
 	p.watchers.Go(func() {
-		defer p.rotated(pool)
+		defer p.rotated(pool, 0)
 		p.retire(pool, former, end)
 		if former.over() {
 			pool.releaseGranted()

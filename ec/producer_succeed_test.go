@@ -44,6 +44,7 @@ func (h heir) Former() (gone <-chan struct{}, end func()) {
 func inherit(t *testing.T, plane *heirs) *stand {
 	t.Helper()
 	first, serving := plainStand(t, 100)
+	serving.fixed = true // it does nothing any more, once it is dead
 	for _, key := range []string{"read", "late", "asked for by nobody"} {
 		save(t, first.cache, key, 2)
 	}
@@ -113,9 +114,7 @@ func comesAgain(t *testing.T, reads bool) {
 		if st := s.producer.Stats(); over(plane.former) || s.pins("late") != 2 || st.RetiringBlocks != 2 {
 			t.Fatalf("ended: %v; %d pins; %+v", over(plane.former), s.pins("late"), st)
 		}
-		want := 1 // of the session's own grant
 		if reads {
-			want = 0
 			plane.byName["agent-0"].notify(transfer.Notification{Message: wire.Notification("s-1", "late")})
 			wait(0)
 			if over(plane.former) {
@@ -125,7 +124,8 @@ func comesAgain(t *testing.T, reads bool) {
 		} else {
 			wait(lateAck - sessionGone)
 		}
-		if !over(plane.former) || s.pins("late") != want {
+		// The session's own grant has been READ, or it was burned long ago, by an agent that is rotated in turn.
+		if !over(plane.former) || s.pins("late") != 0 {
 			t.Errorf("ended: %v; %d pins", over(plane.former), s.pins("late"))
 		}
 	})
