@@ -1,12 +1,18 @@
 package control
 
 import (
+	"context"
+	"fmt"
 	"log/slog"
+	"net"
+	"os"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/pebbe/zmq4"
+	"golang.org/x/sys/unix"
 )
 
 // One router has some places. Who finds none is turned away, and comes in when another has left.
@@ -35,5 +41,83 @@ func TestARouterTurnsAwayConnectionsOverItsPlaces(t *testing.T) {
 		if e.body == "late" {
 			break
 		}
+	}
+}
+
+// opener answers each message with what comes of opening some files.
+type opener struct{ r *Router }
+
+func (o *opener) Serve(r *Router) { o.r = r }
+func (o *opener) Message(from Source, _ []byte) {
+	answer := "opened"
+	for range 32 {
+		f, err := os.Open(os.DevNull)
+		if err != nil {
+			answer = err.Error()
+			break
+		}
+		defer f.Close()
+	}
+	o.r.Send(from.ID, []byte(answer))
+}
+
+// serveWithFewFiles plays a process that may open so many descriptors.
+func serveWithFewFiles(files string) error {
+	n, err := strconv.ParseUint(files, 10, 64)
+	if err != nil {
+		return err
+	}
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: n, Max: n}); err != nil {
+		return err
+	}
+	l, err := NewLoop(Options{})
+	if err != nil {
+		return err
+	}
+	r, err := l.Listen(context.Background(), "127.0.0.1", 0, &opener{})
+	if err != nil {
+		return err
+	}
+	fmt.Println("ready", r.Port())
+	<-l.Done()
+	return l.Err()
+}
+
+func TestMoreConnectionsThanDescriptorsLeaveSomeForTheProcess(t *testing.T) {
+	p := startPeer(t, "few-files", "256")
+	addr := "127.0.0.1:" + p.port
+	d, h := dial(t, Options{}, addr)
+	h.next(t, "up")
+	ask := func() string {
+		if err := d.Send([]byte("open")); err != nil {
+			t.Fatal(err)
+		}
+		return h.next(t, "message").body
+	}
+	var crowd []net.Conn
+	for range 400 {
+		if c, err := net.Dial("tcp", addr); err == nil { // else it was turned away before it knew that it was connected
+			defer c.Close()
+			crowd = append(crowd, c)
+		}
+	}
+	if len(crowd) < 100 {
+		t.Fatalf("%d connections, want at least those that there are places for", len(crowd))
+	}
+	eventually(t, "descriptors, with all its places taken", func() bool { return ask() == "opened" })
+	for _, c := range crowd {
+		c.Close()
+	}
+	late, lateH := dial(t, Options{ReconnectMin: time.Millisecond, ReconnectMax: 10 * time.Millisecond}, addr)
+	for e := range lateH.c {
+		if e.what == "up" {
+			break
+		}
+	}
+	if err := late.Send([]byte("open")); err != nil {
+		t.Fatal(err)
+	}
+	if got := lateH.next(t, "message").body; got != "opened" {
+		t.Errorf("a peer that comes later: %s", got)
 	}
 }

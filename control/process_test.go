@@ -71,6 +71,8 @@ func playPeer(role, arg string) error {
 		}
 		fmt.Println("ready", arg)
 		select {}
+	case "few-files": // a router of ours that may open arg descriptors
+		return serveWithFewFiles(arg)
 	}
 	return playLocalPeer(role, arg)
 }

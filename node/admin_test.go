@@ -95,6 +95,7 @@ func TestMetricsCountOnePutOneHitOneMissOneEviction(t *testing.T) {
 		`tensorferry_engine_connections_total{result="slow"}`:       "0",
 		`tensorferry_engine_reservations_left_total`:                "0",
 		`tensorferry_side_channel_dropped_total{reason="frames"}`:   "0",
+		`tensorferry_side_channel_cut_total{reason="stalled"}`:      "0",
 	} {
 		m := regexp.MustCompile(`(?m)^` + regexp.QuoteMeta(series) + ` (.*)$`).FindStringSubmatch(text)
 		if m == nil || m[1] != want {

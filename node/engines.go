@@ -46,6 +46,7 @@ type engines struct {
 	sessions map[uint64]*session
 
 	counters engineCounters
+	refusals logLimit
 }
 
 // identity is what a node tells engines and peers about itself.

@@ -1,6 +1,7 @@
 package node
 
 import (
+	"errors"
 	"fmt"
 
 	"golang.org/x/sys/unix"
@@ -23,8 +24,20 @@ func checkFiles() error {
 		}
 	}
 	if r.Max < leastFiles {
-		return fmt.Errorf("%d descriptors may be open (RLIMIT_NOFILE), a node needs at least %d: ulimit -n 4096, LimitNOFILE=4096 in a systemd unit, or docker run --ulimit nofile=4096",
-			r.Max, leastFiles)
+		return fmt.Errorf("%d descriptors may be open (RLIMIT_NOFILE), a node needs at least %d: %s", r.Max, leastFiles, filesFix)
 	}
 	return nil
+}
+
+const filesFix = "ulimit -n 4096, LimitNOFILE=4096 in a systemd unit, or docker run --ulimit nofile=4096"
+
+// listenFix is what to do when a port cannot be listened on: fix, unless the process or the machine has no descriptors left.
+func listenFix(err error, fix string) string {
+	switch {
+	case errors.Is(err, unix.EMFILE):
+		return "allow the process more descriptors: " + filesFix
+	case errors.Is(err, unix.ENFILE):
+		return "the machine has no descriptors left: end what holds them, or raise fs.file-max"
+	}
+	return fix
 }

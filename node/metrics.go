@@ -88,6 +88,7 @@ var (
 	mBadFrames     = counter("peer_frames_bad_total", "Frames and notifications of peers that were dropped.")
 	mSendFailed    = counter("peer_answers_failed_total", "Answers to peers that could not be queued.")
 	mDropped       = counter("side_channel_dropped_total", "Messages that the side channel dropped, by reason.", "reason")
+	mCut           = counter("side_channel_cut_total", "Connections of peers that the side channel ended, by reason: taking nothing, or being one too many.", "reason")
 	mGrantsLive    = gauge("grants", "Live grants.")
 	mGrantedBlocks = gauge("granted_blocks", "Blocks under live grants.")
 	mBurned        = gauge("burned_grants", "Grants of plain peers past their lease and not yet read.")
@@ -143,6 +144,9 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	e.put(mDropped, float64(frames), "frames")
 	e.put(mDropped, float64(full), "queue_full")
 	e.put(mDropped, float64(unroutable), "unroutable")
+	e.put(mDropped, float64(n.router.Flooded()), "flood")
+	e.put(mCut, float64(n.router.Stalled()), "stalled")
+	e.put(mCut, float64(n.router.TurnedAway()), "turned_away")
 	e.engines(n.engines)
 }
 

@@ -292,7 +292,7 @@ func (n *Node) startAdmin(ctx context.Context) error {
 	}
 	a, err := newAdmin(ctx, n)
 	if err != nil {
-		return bad("admin", n.s.Admin, "%v; use a free port, 0 for any, or off", err)
+		return bad("admin", n.s.Admin, "%v; %s", err, listenFix(err, "use a free port, 0 for any, or off"))
 	}
 	n.admin = a
 	n.up("admin", a.close)

@@ -75,7 +75,7 @@ func (n *Node) listen(ctx context.Context, h control.RouterHandler) (*control.Ro
 	if n.s.port != 0 || port == 0 {
 		r, err := n.loop.Listen(ctx, n.s.host, n.s.port, h)
 		if err != nil {
-			return nil, bad("side_channel", n.s.SideChannel, "%v; use a free port, or 0 for any", err)
+			return nil, bad("side_channel", n.s.SideChannel, "%v; %s", err, listenFix(err, "use a free port, or 0 for any"))
 		}
 		return r, nil
 	}

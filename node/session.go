@@ -60,7 +60,7 @@ func (s *session) run() {
 	defer close(s.ended)
 	if err := s.greet(); err != nil {
 		s.e.counters.refused.Add(1)
-		s.log.Info("engine refused", "pid", s.peer.PID, "uid", s.peer.UID, "error", err)
+		s.e.refusals.info(s.log, "engine refused", "pid", s.peer.PID, "uid", s.peer.UID, "error", err)
 		switch {
 		case s.client != nil:
 			s.pool.clients.leave(s.client, nil, false, s.peer.Process, s.watch())
