@@ -232,9 +232,10 @@ func TestAWarmVLLMOutlivesRestartsOfTheNodeOnOnePort(t *testing.T) {
 }
 
 func TestAVLLMKilledInAReadLeavesTheNodeServing(t *testing.T) {
+	t.Setenv("UCX_TLS", "tcp") // over shared memory a READ is over at once
 	c, next := launchConsumer(t), launchConsumer(t)
 	n := startNode(t, "--ec-cpu-bytes", "256MiB")
-	sizes := entries(0, 3, 64*mib)
+	sizes := entries(0, 3, 16*mib)
 	n.put(sizes)
 	c.ready()
 	c.ask(n.address(), sizes)
@@ -273,18 +274,18 @@ func TestALateAckNeverGivesOtherBytes(t *testing.T) {
 				_, err := n.client.Put(t.Context(), key(1000+k), n.layout.spec(512*kib), pattern(key(1000+k), 512*kib))
 				must(t, err)
 			}
-			i, err := n.client.Lookup(t.Context(), key(0), key(1))
+			i, err := n.client.Lookup(t.Context(), key(1000), key(1))
 			must(t, err)
 			if i[0].State != ec.Absent || i[1].State != ec.Ready {
-				t.Errorf("want the first evicted, and what was granted kept: %+v", i)
+				t.Errorf("want the first of them evicted, and what was granted kept: %+v", i)
 			}
 			gate.release()
 			if aborted {
-				n.wantNoPins() // it has read it all the same
-				c.ask(gate.address(), late)
+				c.ask(gate.address(), late) // vLLM looks at its acks when it has a request; it acts on that one before it asks again
 			}
 			c.wantPulled(late)
 			c.alive()
+			n.wantNoPins()
 		})
 	}
 }

@@ -84,6 +84,7 @@ func TestGoGetsWhatOnlyPythonCanPut(t *testing.T) {
 		t.Errorf("struct: %d fields, %d of them set, request_id %v", n, len(set), set.Get("request_id"))
 	}
 	must(t, got.Release())
+	e.told()
 	s.drained()
 }
 

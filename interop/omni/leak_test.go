@@ -112,6 +112,7 @@ func TestHundredsOfPayloadsFromARealProducerLeaveNothing(t *testing.T) {
 		}
 		must(t, got.Release())
 	}
+	e.told()
 	flat(t, before)
 	s.drained()
 }

@@ -131,6 +131,7 @@ func TestWhoComesBeforeThePutWaits(t *testing.T) {
 	eventually(t, "we have asked twice", func() bool { return e.Stats().Client.Questions >= asked+2 })
 	s.put("k", describe(two))
 	must(t, <-got)
+	e.told()
 	s.drained()
 }
 
@@ -215,6 +216,7 @@ func TestAPayloadOfARealProducerThatDoesNotDecodeEndsItsClaim(t *testing.T) {
 		if _, err := e.Get(patient(t), stage.Request{Key: name, Metadata: m}); !errors.Is(err, wire.ErrMalformed) {
 			t.Errorf("%s: %v", name, err)
 		}
+		e.told()
 		s.drained()
 	}
 }

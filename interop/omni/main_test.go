@@ -262,9 +262,16 @@ func (e *ours) get(r stage.Request, want any) {
 	}
 	same(e.t, r.Key, describe(got.Root), want)
 	must(e.t, got.Release())
+	e.told()
 }
 
-// used waits for the payload's end, which must be by that outcome.
+// told waits until producers know of the end of all claims: a peer that ends before keeps Close waiting.
+func (e *ours) told() {
+	e.t.Helper()
+	eventually(e.t, "all claims are ended", func() bool { return e.Stats().Client.Pending == 0 })
+}
+
+// ended waits for the payload's end, which must be by that outcome.
 func (e *ours) ended(p *stage.Published, want stage.Outcome) {
 	e.t.Helper()
 	select {

@@ -18,6 +18,7 @@ func TestAGoStageBetweenTwoRealOnes(t *testing.T) {
 		r.wants(getting(p), sizeOf(t, v), describe(theirs(v)))
 		e.ended(p, stage.Read)
 	}
+	e.told()
 	s.drained()
 	r.idle()
 }
