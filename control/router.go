@@ -140,10 +140,11 @@ func (r *Router) bind(at address) error {
 // Port is the bound port.
 func (r *Router) Port() int { return r.port }
 
-// Send queues `[id, "", body]`; to a local peer it writes the message at once if there is room. body must not be changed afterwards. ErrGone if no such peer is connected (best effort),
-// ErrQueueFull if its queue is full, or all queues of the loop for a large body (Options.TotalBytes: a small one may still pass),
-// ErrTooLarge if body is larger than a queue may be, ErrClosed after Close.
-// A message that was accepted is dropped, and counted as unroutable, if its peer goes away first.
+// Send queues `[id, "", body]`; to a local peer it writes the message at once if there is room. body must not be changed afterwards.
+// ErrGone if no such peer is connected (best effort), ErrQueueFull if its queue is full, or for a large body what may wait for its address
+// or for all (Options.TotalBytes: a small one may still pass), ErrTooLarge if body is larger than a queue may be, ErrClosed after Close.
+// A message that was accepted is dropped, and counted as unroutable, if its peer goes away first, or takes nothing for ten seconds and
+// is cut for that.
 func (r *Router) Send(id string, body []byte) error { return r.send(id, parcel{head: body}) }
 
 // SendShared is Send for the body that is head and then tail, of which only head is copied, but for a local peer. Its errors are those of
