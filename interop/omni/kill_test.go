@@ -59,7 +59,7 @@ func TestAKilledRealReaderCostsItsPayloadItsTimeAndNothingElse(t *testing.T) {
 func TestALateReadOfARealReaderFailsAndIsNoHarm(t *testing.T) {
 	for name, after := range map[string]bool{"before its READ": false, "in its READ": true} {
 		t.Run(name, func(t *testing.T) {
-			e, r := newOurs(t, settings{store: hasty}), newPeer(t).open(ask{"role": "receiver"}, nil, tcpOnly)
+			e, r := newOurs(t, settings{store: hasty}), newPeer(t).open(ask{"role": "receiver"}, unhurried, tcpOnly)
 			v := big()
 			p := e.put("k", v, stage.PutOptions{})
 			r.stopsAt("transfer", after)
@@ -217,7 +217,7 @@ func TestARealReaderOutlivesAKilledGoProducer(t *testing.T) {
 	for name, after := range map[string]bool{"before its READ": false, "in its READ": true} {
 		t.Run(name, func(t *testing.T) {
 			j := job{Dir: transfertest.Dir(t), Python: python(t)}
-			r := newPeer(t).open(ask{"role": "receiver"}, nil, tcpOnly)
+			r := newPeer(t).open(ask{"role": "receiver"}, unhurried, tcpOnly)
 			cmd, say := startProducer(t, j)
 			r.stopsAt("transfer", after)
 			get := ask{"op": "get", "key": "k", "metadata": say.Metadata, "wait": 0}

@@ -24,7 +24,7 @@ const bytesOfOne = 400 // and of two
 func big() tensor.Tensor { return raw(tensor.Uint8, 3, 16<<20) }
 
 func TestARealReaderGetsTheLastOfTwoPuts(t *testing.T) {
-	e, r := newOurs(t, settings{}), newReceiver(t, nil)
+	e, r := newOurs(t, settings{}), newReceiver(t, unhurried)
 	first := e.put("k", one, stage.PutOptions{})
 	second := e.put("k", two, stage.PutOptions{})
 	e.ended(first, stage.Replaced)
@@ -43,7 +43,7 @@ func TestARealReaderGetsTheLastOfTwoPuts(t *testing.T) {
 }
 
 func TestWhatARealReaderHasClaimedStays(t *testing.T) {
-	e, r := newOurs(t, settings{store: stage.Options{Lease: 10 * time.Millisecond}}), newReceiver(t, nil)
+	e, r := newOurs(t, settings{store: stage.Options{Lease: 10 * time.Millisecond}}), newReceiver(t, unhurried)
 	p := e.put("k", one, stage.PutOptions{Lease: time.Minute})
 	r.stopsAt("transfer", false)
 	q := getting(p)
@@ -198,7 +198,7 @@ func TestAGetThatIsCalledOffLeavesNoClaimAtARealProducer(t *testing.T) {
 
 // O4: a plain reader says done whatever came of it, and so the payload is gone. Nothing else is.
 func TestAPayloadThatARealReaderCannotDecodeIsUsedUp(t *testing.T) {
-	e, r := newOurs(t, settings{}), newReceiver(t, nil)
+	e, r := newOurs(t, settings{}), newReceiver(t, unhurried)
 	p := e.put("k", values()["nested"], stage.PutOptions{})
 	r.do(ask{"op": "stumble"})
 	r.fails(getting(p))

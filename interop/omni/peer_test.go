@@ -51,6 +51,9 @@ type reply struct {
 // alone, and go on while the other one is stopped.
 var tcpOnly = map[string]string{"UCX_TLS": "tcp,self"}
 
+// unhurried makes a reader wait for an answer for longer than 10 ms, where it has one try only.
+var unhurried = ask{"metadata_query_timeout_ms": 5000}
+
 // newPeer forks a process without a connector.
 func newPeer(t *testing.T) *peer {
 	t.Helper()

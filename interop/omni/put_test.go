@@ -76,7 +76,7 @@ func TestARealReaderGetsExactlyWhatWasPutIfAsked(t *testing.T) {
 // O5: what put returns says where nothing is.
 func TestTheMetadataOfAPutIsNoUseWithoutAClaim(t *testing.T) {
 	e := newOurs(t, settings{})
-	r := newReceiver(t, nil)
+	r := newReceiver(t, unhurried)
 	p := e.put("k", values()["tensor"], stage.PutOptions{})
 	h, err := wire.DecodeHandoff(p.Metadata)
 	must(t, err)
