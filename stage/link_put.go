@@ -35,13 +35,19 @@ func (l *Link) Put(ctx context.Context, key string, root tensor.Node, o PutOptio
 		if err != nil {
 			return nil, err
 		}
+		filled := false
+		defer func() { // a tensor in a mapped file may be cut off under the copy, which the caller may survive
+			if !filled {
+				b.Free()
+			}
+		}()
 		for _, at := range lent {
 			if err := b.Place(at.tensor, at.memory, packed.Tensors[at.tensor].Addr(), packed.Tensors[at.tensor].Bytes()); err != nil {
-				b.Free()
 				return nil, fmt.Errorf("%w: tensor %d: %w", ErrDevice, at.tensor, err)
 			}
 		}
 		m.Ferry.Sum = fill(b.Slices(), packed.Tensors, l.o.Sum && len(lent) == 0)
+		filled = true
 		return b, nil
 	})
 }
@@ -112,9 +118,14 @@ func (l *Link) publish(ctx context.Context, key string, m *wire.Metadata, o PutO
 	if err != nil {
 		return nil, closingFirst(ctx, err)
 	}
+	published := false
+	defer func() {
+		if !published {
+			room.Close()
+		}
+	}()
 	b, err := content(ctx)
 	if err != nil {
-		room.Close()
 		return nil, closingFirst(ctx, err)
 	}
 	m.SenderHost, m.SenderPort = l.o.Advertise, l.server.Port()
@@ -124,9 +135,9 @@ func (l *Link) publish(ctx context.Context, key string, m *wire.Metadata, o PutO
 		Events: Events{Claimed: claimed, Released: released}})
 	if err != nil {
 		memory.Release()
-		room.Close()
 		return nil, err
 	}
+	published = true
 	// Where the bytes are is told to who claims them, not to who has the metadata.
 	told := *m
 	told.Generation, told.Ferry = p.Generation, &wire.FerryMetadata{Node: l.o.Node, Local: l.server.Local(), Top: m.Ferry.Top}

@@ -53,7 +53,7 @@ type Server struct {
 	router *control.Router // set before the first message
 	local  string          // name of its local socket
 	began  time.Time
-	pushed atomic.Int64 // when the last answer was, in nanoseconds after began
+	pushed atomic.Int64 // when the last answer was, or the last request that will have one, in nanoseconds after began
 
 	mu        sync.Mutex
 	waiting   map[string]map[wire.ID]*parked // by connection and claim
@@ -140,6 +140,8 @@ func (h *serverHandler) Message(from control.Source, body []byte) {
 		s.malformedLog.warn(s.o.Log, "dropped a request that makes no sense", "peer", from.Addr, "error", err)
 		return
 	}
+	// What ends here may be what a Close waits for: the answer to it is on its way from now on, see linger.
+	s.pushed.Store(int64(time.Since(s.began)))
 	c := Claim{Key: q.Key, Generation: q.Generation, ID: q.Claim, Source: from.Addr, Ask: q.Ferry}
 	if q.Ferry != nil {
 		c.Owner = from.ID

@@ -5,6 +5,8 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 	"time"
 
@@ -112,30 +114,10 @@ func (a *app) get(ctx context.Context, f *stageFlags, r stage.Request, deadline 
 	start := time.Now()
 	line := getLine{Key: r.Key}
 	within, cancel := context.WithTimeout(ctx, deadline)
-	err := func() (err error) {
-		defer cancel()
-		c, err := a.getConnector(within, f, r)
-		if err != nil {
-			return err
-		}
-		defer func() {
-			end, cancel := context.WithTimeout(context.WithoutCancel(ctx), endTimeout)
-			defer cancel()
-			if e := c.Close(end); e != nil {
-				a.log.Warn("ending", "error", e)
-			}
-		}()
-		got, err := c.Get(within, r)
-		if err != nil {
-			return err
-		}
-		line.Size, line.Plane = got.Size, got.Plane
-		line.MS = float64(time.Since(start).Microseconds()) / 1000
-		show.now("writing " + size(got.Size) + " to " + out)
-		return errors.Join(save(out, got.Root), got.Release())
-	}()
-	if err != nil {
-		line.Reason, line.MS = err.Error(), float64(time.Since(start).Microseconds())/1000
+	defer cancel()
+	err := a.getInto(within, f, r, out, show, &line)
+	if line.MS = float64(time.Since(start).Microseconds()) / 1000; err != nil {
+		line.Reason = err.Error()
 	}
 	line.Status = getStatus(ctx, err)
 	if err := printJSON(a.stdout, line); err != nil {
@@ -147,17 +129,49 @@ func (a *app) get(ctx context.Context, f *stageFlags, r stage.Request, deadline 
 	return nil
 }
 
-// save writes the payload to out. One that does not fit there may be gone from its producer: it is kept beside, in a file that takes any.
-func save(out string, root tensor.Node) error {
-	err := file.Save(out, root)
-	if !errors.Is(err, file.ErrUnfit) {
+// endGet is how long a get takes at most to end what it has begun, beyond its deadline.
+const endGet = 2 * time.Second
+
+// getInto gets the payload and writes it. A file that cannot be made is known before anything is taken.
+func (a *app) getInto(ctx context.Context, f *stageFlags, r stage.Request, out string, show *progress, line *getLine) error {
+	if err := file.CanSave(out); err != nil {
 		return err
 	}
+	c, err := a.getConnector(ctx, f, r)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		end, cancel := context.WithTimeout(context.WithoutCancel(ctx), endGet)
+		defer cancel()
+		if e := c.Close(end); e != nil {
+			a.log.Warn("ending", "error", e)
+		}
+	}()
+	got, err := c.Get(ctx, r)
+	if err != nil {
+		return err
+	}
+	line.Size, line.Plane = got.Size, got.Plane
+	show.now("writing " + size(got.Size) + " to " + out)
+	return errors.Join(save(out, got.Root), got.Release())
+}
+
+// save writes the payload to out. It may be gone from its producer by now: one that does not fit that format is kept beside, in a file that
+// takes any, and one for which there is no room there in the directory for temporary files.
+func save(out string, root tensor.Node) error {
+	err := file.Save(out, root)
+	if err == nil {
+		return nil
+	}
 	beside := out + file.MsgPack
+	if !errors.Is(err, file.ErrUnfit) {
+		beside = filepath.Join(os.TempDir(), filepath.Base(out)+file.MsgPack)
+	}
 	if e := file.Save(beside, root); e != nil {
 		return errors.Join(err, e)
 	}
-	return fmt.Errorf("%w; it is in %s", err, beside)
+	return fmt.Errorf("%w; the payload is in %s", err, beside)
 }
 
 // getter is what a payload is got with.

@@ -2,6 +2,7 @@ package main
 
 import (
 	"errors"
+	"os"
 
 	"github.com/spf13/cobra"
 
@@ -48,7 +49,11 @@ Engines that still have a region mapped keep its memory until they end. NIXL age
 			return err
 		},
 	}
-	cmd.Flags().StringVar(&o.Dir, "dir", region.DefaultDir, "where the regions are")
+	dir := os.Getenv(node.EnvName("shm_dir"))
+	if dir == "" {
+		dir = region.DefaultDir
+	}
+	cmd.Flags().StringVar(&o.Dir, "dir", dir, "where the regions are ("+node.EnvName("shm_dir")+")")
 	cmd.Flags().BoolVar(&o.DryRun, "dry-run", false, "only say what would be reaped")
 	cmd.Flags().BoolVar(&o.Force, "force", false, "also reap regions that still wait for their node's restart: their entries are lost")
 	cmd.Flags().StringArrayVar(&sockets, "socket", nil, "engine socket to look at; the default one if none is given")

@@ -56,6 +56,7 @@ type File struct {
 	// Dropped are the keys of a .safetensors file's metadata, which is no part of the payload.
 	Dropped []string
 
+	path   string
 	mapped []byte
 }
 
@@ -65,7 +66,7 @@ func Open(path string) (*File, error) {
 	if err := Check(path); err != nil {
 		return nil, err
 	}
-	f, err := os.Open(path)
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0) // a FIFO would wait for its writer
 	if err != nil {
 		return nil, err
 	}
@@ -77,7 +78,7 @@ func Open(path string) (*File, error) {
 	case !st.Mode().IsRegular():
 		return nil, fmt.Errorf("%s: not a regular file", path)
 	}
-	p := &File{}
+	p := &File{path: path}
 	if filepath.Ext(path) == jsonText {
 		err = p.readJSON(f, st.Size())
 	} else {
@@ -155,7 +156,7 @@ func (p *File) Use(f func() error) (err error) {
 			if !ok {
 				panic(r)
 			}
-			err = fmt.Errorf("%w (at address %#x)", ErrChanged, fault.Addr())
+			err = fmt.Errorf("%s: %w (at address %#x)", p.path, ErrChanged, fault.Addr())
 		}
 	}()
 	return f()
@@ -169,6 +170,21 @@ func (p *File) Close() error {
 	b := p.mapped
 	p.mapped, p.Root = nil, nil
 	return unix.Munmap(b)
+}
+
+// CanSave is nil if a file can be made at path: it makes one beside it, and removes it.
+func CanSave(path string) error {
+	if err := Check(path); err != nil {
+		return err
+	}
+	if st, err := os.Stat(path); err == nil && st.IsDir() {
+		return fmt.Errorf("%s: a directory is there", path)
+	}
+	f, err := os.CreateTemp(filepath.Dir(path), ".ferry-*")
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Close(), os.Remove(f.Name()))
 }
 
 // Save writes root to path, in the format that its name says, whole or not at all: it is written under another name in the same

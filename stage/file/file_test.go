@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -145,6 +147,38 @@ func TestFilesThatAreNoPayloadsAreRefused(t *testing.T) {
 	}
 }
 
+func TestAFileThatCannotBeSavedIsSaidBefore(t *testing.T) {
+	dir := t.TempDir()
+	if err := CanSave(filepath.Join(dir, "x.npy")); err != nil {
+		t.Error(err)
+	}
+	if err := CanSave(filepath.Join(dir, "none", "x.npy")); !errors.Is(err, os.ErrNotExist) {
+		t.Error(err)
+	}
+	if err := CanSave(filepath.Join(dir, "x.bin")); !errors.Is(err, ErrFormat) {
+		t.Error(err)
+	}
+	if err := os.Mkdir(filepath.Join(dir, "d.npy"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := CanSave(filepath.Join(dir, "d.npy")); err == nil {
+		t.Error("a directory was taken for a file")
+	}
+	if left, _ := os.ReadDir(dir); len(left) != 1 {
+		t.Error(left)
+	}
+}
+
+func TestAFIFOIsRefusedAtOnce(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "f.npy")
+	if err := unix.Mkfifo(path, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open(path); err == nil || !strings.Contains(err.Error(), "not a regular file") {
+		t.Error(err)
+	}
+}
+
 func TestMetadataOfASafetensorsFileIsNamedAsDropped(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "m.safetensors")
 	f, err := os.Create(path)
@@ -189,7 +223,7 @@ func TestAFileThatIsCutWhileItIsReadIsAnError(t *testing.T) {
 		t.Error("read all", sum)
 		return nil
 	})
-	if !errors.Is(err, ErrChanged) {
+	if !errors.Is(err, ErrChanged) || !strings.Contains(err.Error(), path) {
 		t.Error(err)
 	}
 }
