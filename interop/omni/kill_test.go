@@ -21,8 +21,14 @@ import (
 	"github.com/tensorferry/tensorferry/transfer/transfertest"
 )
 
-// hasty ends claims soon, as a producer does in 330 s if it is not told otherwise.
-var hasty = stage.Options{Transfer: time.Second, Margin: 100 * time.Millisecond}
+// hasty ends claims soon, as a producer does after 330 s if it is not told otherwise. A reader on a busy machine should still be done
+// by then: what it says later counts no more, and its payload stays.
+var hasty = stage.Options{Transfer: 4 * time.Second, Margin: 100 * time.Millisecond}
+
+func newTCPReceiver(t *testing.T) *peer {
+	t.Helper()
+	return newPeer(t).open(ask{"role": "receiver"}, unhurried, tcpOnly)
+}
 
 // lapsed waits for the end of claims by force: no byte is read under them any more.
 func (e *ours) lapsed(n uint64) {
@@ -37,7 +43,7 @@ func (e *ours) lapsed(n uint64) {
 func TestAKilledRealReaderCostsItsPayloadItsTimeAndNothingElse(t *testing.T) {
 	for name, after := range map[string]bool{"before its READ": false, "in its READ": true} {
 		t.Run(name, func(t *testing.T) {
-			e, r := newOurs(t, settings{store: hasty}), newPeer(t).open(ask{"role": "receiver"}, nil, tcpOnly)
+			e, r := newOurs(t, settings{store: hasty}), newTCPReceiver(t)
 			v := big()
 			p := e.put("k", v, stage.PutOptions{})
 			r.stopsAt("transfer", after)
@@ -48,9 +54,6 @@ func TestAKilledRealReaderCostsItsPayloadItsTimeAndNothingElse(t *testing.T) {
 			next := newReceiver(t, nil)
 			next.wants(getting(p), v.Bytes(), describe(v)) // who lapsed did not use it up
 			e.ended(p, stage.Read)
-			p = e.put("k", one, stage.PutOptions{})
-			next.wants(getting(p), bytesOfOne, describe(one))
-			e.ended(p, stage.Read)
 		})
 	}
 }
@@ -59,7 +62,7 @@ func TestAKilledRealReaderCostsItsPayloadItsTimeAndNothingElse(t *testing.T) {
 func TestALateReadOfARealReaderFailsAndIsNoHarm(t *testing.T) {
 	for name, after := range map[string]bool{"before its READ": false, "in its READ": true} {
 		t.Run(name, func(t *testing.T) {
-			e, r := newOurs(t, settings{store: hasty}), newPeer(t).open(ask{"role": "receiver"}, unhurried, tcpOnly)
+			e, r := newOurs(t, settings{store: hasty}), newTCPReceiver(t)
 			v := big()
 			p := e.put("k", v, stage.PutOptions{})
 			r.stopsAt("transfer", after)
@@ -70,9 +73,7 @@ func TestALateReadOfARealReaderFailsAndIsNoHarm(t *testing.T) {
 			e.ended(p, stage.CleanedUp)
 			other := e.put("other", raw(tensor.Uint8, 77, 16<<20), stage.PutOptions{}) // in the same memory
 			r.signal(syscall.SIGCONT)
-			if got := r.answer(); got.OK || got.Error != "" {
-				t.Errorf("a READ after its claim's end: ok %v, %s", got.OK, got.Error)
-			}
+			r = r.getFailed(func() *peer { return newTCPReceiver(t) })
 			r.wants(getting(other), v.Bytes(), describe(raw(tensor.Uint8, 77, 16<<20)))
 			e.ended(other, stage.Read)
 		})
@@ -81,14 +82,16 @@ func TestALateReadOfARealReaderFailsAndIsNoHarm(t *testing.T) {
 
 // Readers that work are not disturbed by the end of one that does not.
 func TestARealReaderGoesOnWhileAnotherOneIsStoppedByForce(t *testing.T) {
-	e := newOurs(t, settings{store: stage.Options{Transfer: 5 * time.Second, Margin: time.Millisecond}})
-	dead, slow := newReceiver(t, nil), newReceiver(t, nil)
+	const transfer = 8 * time.Second
+	e := newOurs(t, settings{store: stage.Options{Transfer: transfer, Margin: time.Millisecond}})
+	dead, slow := newReceiver(t, unhurried), newReceiver(t, unhurried)
 	p := e.put("dead", one, stage.PutOptions{})
 	dead.stopsAt("transfer", false)
 	dead.tell(getting(p))
 	dead.stopped()
+	claimed := time.Now()
 	dead.kill()
-	eventually(t, "its time is nearly over", func() bool { return e.Stats().Store.Claims == 1 })
+	eventually(t, "half of its time is over, so that the other claim ends well after it", func() bool { return time.Since(claimed) > transfer/2 })
 	q := e.put("slow", two, stage.PutOptions{})
 	slow.stopsAt("transfer", false)
 	get := getting(q)
@@ -217,7 +220,7 @@ func TestARealReaderOutlivesAKilledGoProducer(t *testing.T) {
 	for name, after := range map[string]bool{"before its READ": false, "in its READ": true} {
 		t.Run(name, func(t *testing.T) {
 			j := job{Dir: transfertest.Dir(t), Python: python(t)}
-			r := newPeer(t).open(ask{"role": "receiver"}, unhurried, tcpOnly)
+			r := newTCPReceiver(t)
 			cmd, say := startProducer(t, j)
 			r.stopsAt("transfer", after)
 			get := ask{"op": "get", "key": "k", "metadata": say.Metadata, "wait": 0}
@@ -225,9 +228,7 @@ func TestARealReaderOutlivesAKilledGoProducer(t *testing.T) {
 			r.stopped()
 			kill(cmd)
 			r.signal(syscall.SIGCONT)
-			if got := r.answer(); got.OK || got.Error != "" {
-				t.Errorf("ok %v, %s", got.OK, got.Error)
-			}
+			r = r.getFailed(func() *peer { return newTCPReceiver(t) })
 			j.Port = say.Port
 			_, say = startProducer(t, j)
 			get["metadata"], get["wait"] = say.Metadata, patience.Seconds()
