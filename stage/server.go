@@ -196,6 +196,7 @@ func (h *serverHandler) Left(from control.Source) {
 	s.unparkAll(from.ID)
 	s.mu.Unlock()
 	s.store.Drop(from.ID)
+	s.counts.left.Add(1)
 }
 
 // end ends a claim, and what waits for it. Its grant is withdrawn behind: that may take time.

@@ -24,11 +24,12 @@ type ServerStats struct {
 	WaitRefused uint64 // told NotFound at once because of the bound on waiting
 	Lost        uint64 // verifies of claims that had ended
 	Unsent      uint64 // answers that did not get away
+	Left        uint64 // connections that asked something and have ended
 }
 
 type serverCounts struct {
-	gets, dones, verifies, fails, stats, unknown, malformed                    atomic.Uint64
-	granted, woken, notFound, failed, closing, full, waitRefused, lost, unsent atomic.Uint64
+	gets, dones, verifies, fails, stats, unknown, malformed                          atomic.Uint64
+	granted, woken, notFound, failed, closing, full, waitRefused, lost, unsent, left atomic.Uint64
 }
 
 // Stats counts.
@@ -42,6 +43,6 @@ func (s *Server) Stats() ServerStats {
 		Gets:    c.gets.Load(), Dones: c.dones.Load(), Verifies: c.verifies.Load(), Fails: c.fails.Load(), Stats: c.stats.Load(), Unknown: c.unknown.Load(),
 		Malformed: c.malformed.Load(), Granted: c.granted.Load(), Woken: c.woken.Load(), NotFound: c.notFound.Load(),
 		Failed: c.failed.Load(), Closing: c.closing.Load(), Full: c.full.Load(), WaitRefused: c.waitRefused.Load(), Lost: c.lost.Load(),
-		Unsent: c.unsent.Load(),
+		Unsent: c.unsent.Load(), Left: c.left.Load(),
 	}
 }

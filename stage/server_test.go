@@ -359,8 +359,7 @@ func TestAClaimWhoseAnswerCannotLeaveEnds(t *testing.T) {
 	if err := gone.s.Close(); err != nil {
 		t.Fatal(err)
 	}
-	// When a later peer is answered, the router has noticed that the first is gone: events of connections come in order.
-	newPlain(t, s).ask(wire.Done, claimOf("z", g, "z"))
+	eventually(t, "the router has noticed", func() bool { return s.Stats().Left == 1 })
 	close(m.blocked)
 	eventually(t, "the claim ends", func() bool { st := st.Stats(); return st.Claims == 0 && st.Failed == 1 })
 	if m.isReleased() {
@@ -381,6 +380,7 @@ func TestAClaimThatWasAnsweredElsewhereSurvivesALostAnswer(t *testing.T) {
 	if err := late.s.Close(); err != nil {
 		t.Fatal(err)
 	}
+	eventually(t, "the router has noticed", func() bool { return s.Stats().Left == 1 })
 	again := newPlain(t, s)
 	answered := make(chan *wire.Reply, 1)
 	go func() { answered <- again.ask(wire.Get, c) }()
