@@ -1,9 +1,7 @@
 package interop
 
 import (
-	"encoding/json"
 	"fmt"
-	"maps"
 	"slices"
 	"strings"
 	"testing"
@@ -140,93 +138,4 @@ func (n *nodeProcess) wantNoPins() {
 		must(n.t, err)
 		return !slices.ContainsFunc(all, func(i ec.Info) bool { return i.Pins > 0 })
 	})
-}
-
-// pullAnnounced pulls by the node's announcements, and wants every byte.
-func (c *consumer) pullAnnounced(n *nodeProcess, sizes map[string]int) {
-	c.t.Helper()
-	c.tell(map[string]any{"pull": sizes, "params": n.announce(slices.Collect(maps.Keys(sizes))...)})
-	c.wantPulled(sizes)
-}
-
-// wantUnavailable pulls, and wants no end but the one at which vLLM fails the request, or encodes for itself.
-func (c *consumer) wantUnavailable(address string, sizes map[string]int) {
-	c.t.Helper()
-	c.ask(address, sizes)
-	for key, p := range c.ends(len(sizes)) {
-		if p.Result != "unavailable" {
-			c.t.Errorf("%s: %s", key, p.Result)
-		}
-	}
-}
-
-func (c *consumer) abort(keys ...string) {
-	c.t.Helper()
-	c.tell(map[string]any{"abort": keys})
-	var aborted struct{ Aborted int }
-	c.answer(&aborted)
-	if aborted.Aborted != len(keys) {
-		c.t.Errorf("%d requests aborted, want %d", aborted.Aborted, len(keys))
-	}
-}
-
-// insert has vLLM save more entries, which Params then announces.
-func (p *producer) insert(sizes map[string]int) {
-	p.t.Helper()
-	line, err := json.Marshal(sizes)
-	must(p.t, err)
-	var added struct {
-		Params ec.Params `json:"ec_transfer_params"`
-	}
-	p.say("insert " + string(line))
-	p.answer(&added)
-	for key := range sizes {
-		a, ok := added.Params.Get(key)
-		if !ok {
-			p.t.Fatalf("vLLM does not announce %q, but %q", key, added.Params.Keys())
-		}
-		p.Params.Set(key, a)
-	}
-}
-
-// do gives vLLM's producer a command, whose answer says no more than that it was done.
-func (p *producer) do(command string) {
-	p.t.Helper()
-	var done struct {
-		OK    bool
-		Error string
-	}
-	p.say(command)
-	p.answer(&done)
-	if !done.OK {
-		p.t.Fatalf("%s: %s", command, done.Error)
-	}
-}
-
-// value is a Python expression's in the producer, as Python prints it.
-func (p *producer) value(expression string) string {
-	p.t.Helper()
-	var v struct {
-		Value string
-		Error string
-	}
-	p.say("exec " + expression)
-	p.answer(&v)
-	if v.Error != "" {
-		p.t.Fatalf("%s: %s", expression, v.Error)
-	}
-	return v.Value
-}
-
-// stat is one of the producer's counts.
-func (p *producer) stat(name string) int {
-	p.t.Helper()
-	stats := map[string]any{}
-	p.say("stats")
-	p.answer(&stats)
-	v, ok := stats[name].(float64)
-	if !ok {
-		p.t.Fatalf("no %s in %v", name, stats)
-	}
-	return int(v)
 }
