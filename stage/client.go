@@ -53,7 +53,7 @@ type Space interface {
 	Planes() []string
 	Alloc(ctx context.Context, sizes []int64) (*slab.Buffer, error)
 	Read(ctx context.Context, m *wire.Metadata, into *slab.Buffer) (plane string, err error)
-	View(ctx context.Context, m *wire.Metadata) (tensors [][]byte, plane string, release func(), err error)
+	View(ctx context.Context, m *wire.Metadata) (tensors [][]byte, plane string, release func() (vouched bool), err error)
 }
 
 // ClientOptions of a Client. Zero times are the peers' defaults.

@@ -22,6 +22,19 @@ func (gr granted) tell(op wire.Op, reason string) {
 	_ = (&call{s: gr.s}).send(gr.request(op, reason))
 }
 
+// stands says that a claim at a producer of ours has not ended by itself: its connection is up, and its time, which began after it was
+// asked for, is not over. The two have one clock if the one sees the other's slot table.
+func (gr granted) stands() bool {
+	f := gr.m.Ferry
+	if gr.s == nil || f == nil || time.Since(gr.asked) >= time.Duration(f.LeaseMS)*time.Millisecond {
+		return false
+	}
+	e := gr.s.e
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return gr.s.up && !gr.s.closed
+}
+
 // request is that which ends the claim at a producer of ours.
 func (gr granted) request(op wire.Op, reason string) wire.Request {
 	if len(reason) > maxReason {

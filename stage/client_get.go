@@ -46,6 +46,7 @@ type granted struct {
 	claim  wire.ID
 	s      *session // of an own producer; nil: plain, or nobody's
 	inline [][]byte // the tensors, if they came with the claim
+	asked  time.Time
 }
 
 func newGet(c *Client, e *endpoint, r *Request, h *wire.Handoff, deadline time.Time) *get {
@@ -332,7 +333,7 @@ func (g *get) found(a answer) (granted, error) {
 
 // granted is the claim that an answer grants.
 func (a *answer) granted() granted {
-	gr := granted{key: a.call.key, claim: a.call.claim, inline: a.inline, m: &wire.Metadata{Generation: a.generation}}
+	gr := granted{key: a.call.key, claim: a.call.claim, inline: a.inline, asked: a.call.sent, m: &wire.Metadata{Generation: a.generation}}
 	if a.reply != nil && a.reply.Metadata != nil {
 		gr.m = a.reply.Metadata
 	}

@@ -1,6 +1,11 @@
 package stage
 
 import (
+	"runtime"
+	"runtime/debug"
+	"sync"
+	"sync/atomic"
+
 	"github.com/tensorferry/tensorferry/internal/stream"
 	"github.com/tensorferry/tensorferry/stage/slab"
 	"github.com/tensorferry/tensorferry/stage/wire"
@@ -11,9 +16,12 @@ import (
 const (
 	// sumChunk is what is copied and then summed while it is in the processor's cache.
 	sumChunk = 128 << 10
-	// streamBytes is from where copies past the caches are faster, whether a cache has the bytes or not (BenchmarkFill, and
-	// stream.BenchmarkCopy: by a tenth if one has them, and by two thirds if none has).
+	// streamBytes is from where copies past the caches are faster, whether a cache has the bytes or not (stream.BenchmarkCopy: by a tenth
+	// if one has them, and by two thirds if none has), and from where a second core pays for being woken.
 	streamBytes = 8 << 20
+	// copyPiece is what one goroutine copies before it looks for more. maxCopiers saturate the memory of what was measured (as in mapped).
+	copyPiece  = 1 << 20
+	maxCopiers = 4
 	// page is what a slab hands out.
 	page = 4096
 )
@@ -30,19 +38,78 @@ func footprint(specs []wire.Spec) (n int64) {
 
 func roundUp(n, to int64) int64 { return (n + to - 1) / to * to }
 
-// fill copies tensors, those on a device excepted, and gives their checksum if it is wanted. One goroutine does: two gained nothing
-// that could be measured at 16 and 256 MiB (BenchmarkFill).
+// fill copies tensors, those on a device excepted, and gives their checksum if it is wanted. A fault of the copy (a tensor in a mapped file
+// that was cut off) is a panic in the caller's goroutine, if the caller has asked for one (debug.SetPanicOnFault).
 func fill(to [][]byte, tensors []tensor.Tensor, wanted bool) *uint64 {
-	if !wanted {
+	if wanted {
+		return fillAndSum(to, tensors)
+	}
+	total := int64(0)
+	for _, t := range tensors {
+		total += int64(len(t.Data()))
+	}
+	if total < streamBytes {
 		for i, t := range tensors {
-			if from := t.Data(); len(from) >= streamBytes {
-				stream.Copy(to[i], from)
-			} else {
-				copy(to[i], from)
-			}
+			copy(to[i], t.Data())
 		}
 		return nil
 	}
+	c := copies{}
+	for i, t := range tensors {
+		from, to := t.Data(), to[i]
+		for len(from) > 0 {
+			n := min(copyPiece, len(from))
+			c.pieces = append(c.pieces, [2][]byte{to[:n], from[:n]})
+			from, to = from[n:], to[n:]
+		}
+	}
+	c.run(min(runtime.GOMAXPROCS(0), maxCopiers))
+	return nil
+}
+
+// copies are pieces that goroutines copy past the caches, one by one.
+type copies struct {
+	pieces [][2][]byte // to, from
+	next   atomic.Int64
+	fault  atomic.Pointer[any] // what a helper panicked with
+}
+
+// run copies with so many goroutines, this one included.
+func (c *copies) run(workers int) {
+	onFault := debug.SetPanicOnFault(false)
+	debug.SetPanicOnFault(onFault)
+	var helpers sync.WaitGroup
+	for range workers - 1 {
+		helpers.Go(func() {
+			debug.SetPanicOnFault(onFault)
+			defer func() {
+				if p := recover(); p != nil {
+					c.fault.CompareAndSwap(nil, &p)
+				}
+			}()
+			c.work()
+		})
+	}
+	defer helpers.Wait() // also if this one panics: nobody writes afterwards
+	c.work()
+	helpers.Wait()
+	if p := c.fault.Load(); p != nil {
+		panic(*p)
+	}
+}
+
+func (c *copies) work() {
+	for c.fault.Load() == nil {
+		i := int(c.next.Add(1)) - 1
+		if i >= len(c.pieces) {
+			return
+		}
+		stream.Copy(c.pieces[i][0], c.pieces[i][1])
+	}
+}
+
+// fillAndSum sums what it has just copied. It is one goroutine's: so is the sum.
+func fillAndSum(to [][]byte, tensors []tensor.Tensor) *uint64 {
 	h := xxh3.New()
 	for i, t := range tensors {
 		from, to := t.Data(), to[i]

@@ -26,22 +26,41 @@ func slabIn(t testing.TB, dir, name string, bytes int64) *slab.Slab {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c, err := tcp.New(t.Context(), tcp.Options{})
+	return slabOver(t, dir, name, bytes, m, overTCP(t))
+}
+
+func overTCP(t testing.TB) transfer.Plane {
+	t.Helper()
+	p, err := tcp.New(t.Context(), tcp.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := slab.New(t.Context(), slab.Options{Dir: dir, Name: name, Bytes: bytes, Planes: []transfer.Plane{m, c}})
+	return p
+}
+
+func slabOver(t testing.TB, dir, name string, bytes int64, planes ...transfer.Plane) *slab.Slab {
+	t.Helper()
+	s, err := slab.New(t.Context(), slab.Options{Dir: dir, Name: name, Bytes: bytes, Planes: planes})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), patience)
 		defer cancel()
-		if err := errors.Join(s.Close(ctx), m.Close(), c.Close()); err != nil {
+		err := s.Close(ctx)
+		for _, p := range planes {
+			err = errors.Join(err, p.Close())
+		}
+		if err != nil {
 			t.Error(err)
 		}
 	})
 	return s
+}
+
+// onlyTCP gives a link a slab whose readers and reads see no slot table, so that they ask for all that they read.
+func onlyTCP(t testing.TB, bytes int64) func(*LinkOptions) {
+	return func(o *LinkOptions) { o.Slab = slabOver(t, t.TempDir(), "tcp", bytes, overTCP(t)) }
 }
 
 // newLink gives a Link that puts and gets, with a slab of its own of that size, unless it is set; both are closed at the end, and nothing

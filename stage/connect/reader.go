@@ -108,7 +108,7 @@ func (f *fitting) Read(ctx context.Context, m *wire.Metadata, into *slab.Buffer)
 }
 
 // View implements stage.Space: nothing is used in place.
-func (f *fitting) View(context.Context, *wire.Metadata) ([][]byte, string, func(), error) {
+func (f *fitting) View(context.Context, *wire.Metadata) ([][]byte, string, func() bool, error) {
 	return nil, "", nil, slab.ErrNoPlane
 }
 

@@ -21,6 +21,7 @@ type Buffer struct {
 	owned    bool          // by a Payload
 	freed    bool
 	returned bool // its blocks are the slab's again
+	vouched  bool // see Vouched
 
 	oneSlice [1][]byte // so that a buffer of one tensor is one allocation
 }
@@ -100,6 +101,20 @@ func (b *Buffer) Free() {
 	b.settle()
 }
 
+// Vouched says that what was READ into the buffer last was the payload's, as the slot table of its region told right after the READ. False
+// says nothing: then the producer has to be asked.
+func (b *Buffer) Vouched() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.vouched
+}
+
+func (b *Buffer) vouch(held bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.vouched = held
+}
+
 // begin books a READ into the buffer.
 func (b *Buffer) begin() error {
 	b.mu.Lock()
@@ -108,6 +123,7 @@ func (b *Buffer) begin() error {
 		return fmt.Errorf("%w: a READ into a buffer that was freed or published", ErrClosed)
 	}
 	b.writers++
+	b.vouched = false
 	return nil
 }
 

@@ -21,6 +21,8 @@ type Payload struct {
 	offsets []int64       // of the tensors that have bytes, for own readers
 	cover   []region.Span // what is granted
 	number  uint64        // begins the names of its grants on the planes
+	slot    uint32        // in the region's table
+	gen     uint64        // of the slot; 0: it has none
 
 	mu     sync.Mutex
 	grants map[string]*grant
@@ -72,6 +74,9 @@ func (b *Buffer) Payload(specs []wire.Spec) *Payload {
 		last := p.cover[len(p.cover)-1]
 		p.cover = []region.Span{{Offset: p.cover[0].Offset, Length: last.Offset + last.Length - p.cover[0].Offset}}
 	}
+	if !b.OnDevice() {
+		p.slot, p.gen = b.slab.slots.take(p.number, &b.holding, b.bytes)
+	}
 	return p
 }
 
@@ -91,7 +96,7 @@ func (p *Payload) Bytes() int64 { return p.b.bytes }
 func (p *Payload) Slices() [][]byte { return p.b.slices }
 
 // Offer implements stage.Memory. For an own reader it fills in Ferry.Inline if the payload is small enough, else Ferry.Planes (a
-// grant on each plane that the reader named) and Ferry.Offsets. For a plain reader (ask is nil), and for any reader of a payload that
+// grant on each plane that the reader named), Ferry.Offsets, Ferry.Slot and Ferry.Gen. For a plain reader (ask is nil), and for any reader of a payload that
 // has tensors in device memory: AgentMetadata and Groups, of the serving agent of now. Errors: ErrNoPlane, ErrMismatch, ErrClosed, and
 // those of the planes.
 func (p *Payload) Offer(ctx context.Context, id string, ask *wire.FerryRequest, m *wire.Metadata) error {
@@ -127,7 +132,7 @@ func (p *Payload) Offer(ctx context.Context, id string, ask *wire.FerryRequest, 
 	if len(m.Ferry.Planes) == 0 {
 		return fmt.Errorf("%w: the reader takes %s, here are %s", ErrNoPlane, names(ask.Planes), names(p.b.slab.Planes()))
 	}
-	m.Ferry.Offsets = p.offsets
+	m.Ferry.Offsets, m.Ferry.Slot, m.Ferry.Gen = p.offsets, p.slot, p.gen
 	return nil
 }
 
@@ -249,6 +254,9 @@ func (p *Payload) Withdraw(ctx context.Context, id string, idle bool) error {
 
 // Release implements stage.Memory.
 func (p *Payload) Release() {
+	if p.gen != 0 {
+		p.b.slab.slots.give(p.slot)
+	}
 	p.b.mu.Lock()
 	p.b.owned = false
 	p.b.mu.Unlock()

@@ -133,7 +133,7 @@ func (s *Slab) readOffered(ctx context.Context, m *wire.Metadata, into *Buffer) 
 		return "", err
 	}
 	var failed error
-	reached := false
+	reached, held := false, false
 	for _, w := range s.ways {
 		name := w.plane.Name()
 		at := slices.IndexFunc(m.Ferry.Planes, func(o wire.PlaneOffer) bool { return o.Name == name })
@@ -145,12 +145,19 @@ func (s *Slab) readOffered(ctx context.Context, m *wire.Metadata, into *Buffer) 
 		if err == nil {
 			var over bool
 			reached = true
-			if over, err = s.wait(ctx, post(ctx, p, s.requests(offer.Token, spans, into), into, &w.peers)); !over {
+			f := post(ctx, p, s.requests(offer.Token, spans, into), into, &w.peers)
+			put := f.over
+			f.over = func(lost bool) {
+				held = !lost && vouches(p.link, m.Ferry)
+				put(lost)
+			}
+			if over, err = s.wait(ctx, f); !over {
 				return "", fmt.Errorf("slab: plane %s: %w", name, err)
 			}
 		}
 		switch {
 		case err == nil:
+			into.vouch(held)
 			into.end()
 			return name, nil
 		case ctx.Err() != nil || errors.Is(err, transfer.ErrDenied):
@@ -171,6 +178,12 @@ func (s *Slab) readOffered(ctx context.Context, m *wire.Metadata, into *Buffer) 
 		offered = append(offered, o.Name)
 	}
 	return "", fmt.Errorf("%w: it offers %s, here are %s", ErrNoPlane, names(offered), names(s.Planes()))
+}
+
+// vouches says whether the slot table that the peer shows has the payload still.
+func vouches(link transfer.Peer, f *wire.FerryMetadata) bool {
+	w, ok := link.(transfer.Witness)
+	return ok && f.Gen != 0 && w.Holds(f.Slot, f.Gen)
 }
 
 // flight is READs that were posted for one buffer. Its outcome is that of all together.

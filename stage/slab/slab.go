@@ -8,7 +8,8 @@
 //
 //   - By a token (tcp): revoking it ends the READ.
 //   - By mapping the file (mapped): nothing stops such a reader, and nothing has to. It is one of our own, asks the producer after
-//     its READ whether its claim still holds, and drops what it read if not.
+//     its READ whether its claim still holds, and drops what it read if not; or it sees in the region's slot table that the payload
+//     is still there.
 //   - By a NIXL agent (plain readers, and own ones by nixl): only the end of that agent stops it. So the agent is rotated; see server.
 package slab
 
@@ -75,6 +76,8 @@ type Slab struct {
 	divided  atomic.Bool
 	dividing sync.Mutex
 
+	slots slots
+
 	deviceMu sync.Mutex
 	devices  map[*DeviceMemory]struct{} // that are not closed
 
@@ -107,7 +110,7 @@ func New(ctx context.Context, o Options) (*Slab, error) {
 	blocks := int((o.Bytes + blockBytes - 1) / blockBytes)
 	r, err := region.Create(ctx, region.Options{
 		Dir: o.Dir, Identity: region.Identity{Instance: o.Name, Group: group}, Replace: true,
-		Geometry: region.Geometry{BlockBytes: blockBytes, Blocks: blocks, Slots: 1},
+		Geometry: region.Geometry{BlockBytes: blockBytes, Blocks: blocks, Slots: slotsFor(blocks)},
 	})
 	if err != nil {
 		return nil, fmt.Errorf("slab: %w", err)
@@ -115,6 +118,7 @@ func New(ctx context.Context, o Options) (*Slab, error) {
 	s := &Slab{log: o.Log, region: r, pool: r.Pool(), closed: make(chan struct{}), devices: map[*DeviceMemory]struct{}{}}
 	s.gets.init(0, blocks, Align)
 	s.puts.init(blocks, 0, Align)
+	s.slots.init(r.Slots())
 	for _, p := range o.Planes {
 		if err = s.register(ctx, p); err != nil {
 			break

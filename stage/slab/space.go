@@ -194,6 +194,13 @@ func (p *space) place(h *holding) bool {
 	return len(h.spans) > 1 && len(h.spans) <= transfer.MaxSpans && p.scatter(h)
 }
 
+// start is the piece's first block.
+func (p *space) start() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.first
+}
+
 // offset is where an extent begins, in bytes.
 func (p *space) offset(e region.Extent) int64 { return (int64(p.first) + int64(e.Start)) * blockBytes }
 

@@ -12,9 +12,10 @@ import (
 )
 
 // View gives the tensors' bytes where they are at a producer of this machine, without a copy: one read-only slice for each of
-// m.Specs. They stay mapped until release is called. Whether they still are what was granted is for the caller to verify at the
-// producer before it believes them, and its claim has to hold as long as they are in use. ErrNoPlane: not to be had without a copy.
-func (s *Slab) View(ctx context.Context, m *wire.Metadata) (tensors [][]byte, plane string, release func(), err error) {
+// m.Specs. They stay mapped until release is called, which says whether the slot table vouches for them: that they were what was granted
+// until then. If not, the caller has to verify that at the producer before it believes them. Its claim has to hold as long as they are in
+// use. ErrNoPlane: not to be had without a copy.
+func (s *Slab) View(ctx context.Context, m *wire.Metadata) (tensors [][]byte, plane string, release func() (vouched bool), err error) {
 	f := m.Ferry
 	if f == nil || len(f.Offsets) == 0 {
 		return nil, "", nil, fmt.Errorf("%w: no offsets", ErrNoPlane)
@@ -32,10 +33,14 @@ func (s *Slab) View(ctx context.Context, m *wire.Metadata) (tensors [][]byte, pl
 		}
 		p, err := w.peers.get(ctx, f.Planes[at].Metadata)
 		if err == nil {
-			tensors, release, err = view(p.link, f.Planes[at].Token, spans, m.Specs)
+			var unmap func()
+			tensors, unmap, err = view(p.link, f.Planes[at].Token, spans, m.Specs)
 			w.peers.put(p, lost(err)) // a view outlives its peer
 			if err == nil {
-				return tensors, name, release, nil
+				return tensors, name, func() bool {
+					defer unmap()
+					return vouches(p.link, f) // false if the peer is closed by now
+				}, nil
 			}
 		}
 		if ctx.Err() != nil {

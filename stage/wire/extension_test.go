@@ -31,7 +31,7 @@ func fullMetadata() *Metadata {
 			{DType: tensor.BFloat16, Shape: tensor.Shape{2, 2}, Device: tensor.Device{Kind: "cuda", Index: 1}, Size: 8},
 		},
 		Size: 11, SenderHost: "10.0.0.2", SenderPort: 50051, Generation: TextID("g"), Claim: TextID("c1"),
-		Ferry: &FerryMetadata{V: 1, Try: 9, Node: "n", Epoch: 7, Local: "tensorferry-0f", LeaseMS: 1000, Offsets: []int64{4096, 1 << 40}, Sum: &sum,
+		Ferry: &FerryMetadata{V: 1, Try: 9, Node: "n", Epoch: 7, Local: "tensorferry-0f", LeaseMS: 1000, Slot: 3, Gen: 1 << 40, Offsets: []int64{4096, 1 << 40}, Sum: &sum,
 			Inline: []byte("0123456789a"), Planes: []PlaneOffer{{"mapped", []byte{1}, []byte{2}}, {Name: "tcp"}}},
 	}
 }

@@ -403,6 +403,12 @@ func (r *reader) ferryMetadata() (*FerryMetadata, error) {
 			f.Local, err = r.text(MaxLocal)
 		case fieldLease:
 			f.LeaseMS, err = r.milliseconds()
+		case fieldSlot:
+			var slot uint64
+			slot, err = r.uint(math.MaxUint32)
+			f.Slot = uint32(slot)
+		case fieldGen:
+			f.Gen, err = r.uint(math.MaxUint64)
 		case fieldTop:
 			var top int64
 			top, err = r.int(0, int64(TopTuple))

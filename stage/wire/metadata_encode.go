@@ -94,7 +94,7 @@ func appendShape(b []byte, shape []int64) []byte {
 }
 
 func appendFerryMetadata(b []byte, f *FerryMetadata) []byte {
-	b = msgp.AppendMapHeader(b, 1+count(f.Try != 0, f.Node != "", f.Epoch != 0, f.Local != "", f.LeaseMS != 0, f.Top != 0, len(f.Planes) > 0, len(f.Offsets) > 0,
+	b = msgp.AppendMapHeader(b, 1+count(f.Try != 0, f.Node != "", f.Epoch != 0, f.Local != "", f.LeaseMS != 0, f.Gen != 0, f.Gen != 0, f.Top != 0, len(f.Planes) > 0, len(f.Offsets) > 0,
 		f.Sum != nil, f.Inline != nil))
 	b = appendV(b, f.V)
 	b = optionalUint(b, fieldTry, f.Try)
@@ -102,6 +102,10 @@ func appendFerryMetadata(b []byte, f *FerryMetadata) []byte {
 	b = optionalUint(b, fieldEpoch, f.Epoch)
 	b = optionalStr(b, fieldLocal, f.Local)
 	b = optionalInt(b, fieldLease, f.LeaseMS)
+	if f.Gen != 0 {
+		b = msgp.AppendUint64(msgp.AppendString(b, fieldSlot), uint64(f.Slot))
+		b = msgp.AppendUint64(msgp.AppendString(b, fieldGen), f.Gen)
+	}
 	b = optionalUint(b, fieldTop, uint64(f.Top))
 	if len(f.Planes) > 0 {
 		b = msgp.AppendArrayHeader(msgp.AppendString(b, fieldPlanes), uint32(len(f.Planes)))

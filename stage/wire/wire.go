@@ -205,8 +205,12 @@ type FerryMetadata struct {
 	Epoch   uint64
 	Local   string // names the producer's socket for readers of its machine (see control.Router.ListenLocal)
 	LeaseMS int64  // how long the claim lives on the producer's clock
-	Top     Top
-	Planes  []PlaneOffer
+	// Slot and Gen name the payload's slot in the slot table of the region that it lies in: one that sees the table need not ask
+	// whether its bytes were the payload's. Gen 0: it has none.
+	Slot   uint32
+	Gen    uint64
+	Top    Top
+	Planes []PlaneOffer
 	// Offsets are where each tensor that has bytes begins in the memory that Planes offer, in the order of Specs. Empty if it is
 	// not all there: then only Groups say where it is.
 	Offsets []int64
@@ -267,6 +271,8 @@ const (
 	fieldWait     = "wait_ms"
 	fieldReason   = "reason"
 	fieldLease    = "lease_ms"
+	fieldSlot     = "slot"
+	fieldGen      = "gen"
 	fieldTop      = "top"
 	fieldOffsets  = "offsets"
 	fieldName     = "name"
