@@ -36,6 +36,7 @@ type Plane struct {
 	dirs    []string
 	workers int
 	log     *slog.Logger
+	burst   burst
 
 	mu       sync.Mutex
 	closed   bool

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"sync"
+	"time"
 	"unsafe"
 
 	"github.com/tensorferry/tensorferry/region"
@@ -61,7 +62,8 @@ func (c *peer) Read(ctx context.Context, r transfer.ReadRequest) (transfer.Read,
 	if err != nil {
 		return nil, err
 	}
-	rd := newRead(span.Pieces(r.Local, span.Slices(c.m.pool, r.Remote), pieceBytes), total)
+	past := total >= parallelBytes || c.plane.burst.add(time.Now(), total) && total >= pieceBytes
+	rd := newRead(span.Pieces(r.Local, span.Slices(c.m.pool, r.Remote), pieceBytes), past)
 	c.mu.Lock()
 	if c.closed {
 		c.mu.Unlock()
