@@ -97,6 +97,9 @@ func newClients(r *region.Region, a *ec.Adopted, log *slog.Logger) *clients {
 	return c
 }
 
+// watchAgain is how long a process that cannot be watched now is left alone: descriptors may be free by then, or it may be dead.
+const watchAgain = 5 * time.Second
+
 // watch waits for the death of an adopted client's process, or sees that it is dead. A process of another namespace cannot be
 // watched: only the client's return ends it.
 func (c *clients) watch(cl *knownClient) {
@@ -105,38 +108,66 @@ func (c *clients) watch(cl *knownClient) {
 			"client", cl.id, "reservations", len(cl.left))
 		return
 	}
-	process, dead := watchProcess(cl.region.Process)
+	if c.tryWatch(cl, cl.region.Process, cl.back) {
+		return
+	}
+	c.log.Warn("an engine of the node before cannot be watched for now: what it has stays until it comes back, or is seen to be dead",
+		"client", cl.id, "pid", cl.region.Process>>startBits)
+	process, back := cl.region.Process, cl.back // another's once it is back
+	c.work.Go(func() {
+		tick := time.NewTicker(watchAgain)
+		defer tick.Stop()
+		for {
+			select {
+			case <-tick.C:
+				if c.tryWatch(cl, process, back) {
+					return
+				}
+			case <-back:
+				return
+			case <-c.ctx.Done():
+				return
+			}
+		}
+	})
+}
+
+// tryWatch is false if nothing can be said of the client's process now.
+func (c *clients) tryWatch(cl *knownClient, process uint64, back chan struct{}) bool {
+	f, dead := watchProcess(process)
 	switch {
 	case dead:
-		c.mu.Lock()
-		defer c.mu.Unlock()
-		c.drop(cl, "its process is dead")
-	case process == nil:
-		c.log.Warn("an engine of the node before cannot be watched: what it has stays until it comes back",
-			"client", cl.id, "pid", cl.region.Process>>startBits)
+		c.ended(cl, back)
+	case f == nil:
+		return false
 	default:
 		exit := make(chan struct{})
 		c.work.Go(func() {
-			if api.WaitExit(process) == nil {
+			if api.WaitExit(f) == nil {
 				close(exit)
 			}
 		})
-		c.await(cl, process, exit)
+		c.await(cl, back, f, exit)
+	}
+	return true
+}
+
+// ended drops a client whose process is dead, unless it is not away any more as it was when back was made.
+func (c *clients) ended(cl *knownClient, back chan struct{}) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if cl.back == back {
+		c.drop(cl, "its process is dead")
 	}
 }
 
 // await ends a client that is away when its process is dead, which exit tells. It takes the pidfd over.
-func (c *clients) await(cl *knownClient, process *os.File, exit <-chan struct{}) {
-	back := cl.back
+func (c *clients) await(cl *knownClient, back chan struct{}, process *os.File, exit <-chan struct{}) {
 	c.work.Go(func() {
 		defer func() { _ = process.Close() }() // ends the wait for exit
 		select {
 		case <-exit:
-			c.mu.Lock()
-			defer c.mu.Unlock()
-			if cl.back == back {
-				c.drop(cl, "its process is dead")
-			}
+			c.ended(cl, back)
 		case <-back:
 		case <-c.ctx.Done():
 		}
@@ -341,7 +372,7 @@ func (c *clients) leave(cl *knownClient, left []*ec.Reservation, bye bool, proce
 		return
 	}
 	cl.back = make(chan struct{})
-	c.await(cl, process, exit)
+	c.await(cl, cl.back, process, exit)
 }
 
 // away counts the clients that are not connected, what they may still write, and what is pinned for them.

@@ -72,7 +72,7 @@ type PoolConfig struct {
 	Dtype       string `koanf:"dtype"`
 	BlockBytes  int64  `koanf:"block_bytes"`
 	VLLMVersion string `koanf:"vllm_version"`
-	Slots       int    `koanf:"slots"` // entries at most; 0: as many as blocks
+	Slots       int    `koanf:"slots"` // entries at most; 0: region.DefaultSlots of the blocks
 }
 
 // NIXLConfig is about the nixl plane.
@@ -410,7 +410,7 @@ func (p PoolConfig) check(at string) (*poolSettings, error) {
 		errs = append(errs, bad(at+"block_bytes", p.BlockBytes, "not whole elements of %s, %d bytes each", p.Dtype, ps.itemSize))
 	}
 	if p.Slots < 0 {
-		errs = append(errs, bad(at+"slots", p.Slots, "give the entries that the pool can hold, or 0 for as many as blocks"))
+		errs = append(errs, bad(at+"slots", p.Slots, "give the entries that the pool can hold, or 0 for a quarter of the blocks, 4,096 to 262,144"))
 	}
 	if p.ECCPUBytes != "" && p.BlockBytes > 0 {
 		size, err := ParseBytes(p.ECCPUBytes)

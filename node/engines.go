@@ -23,6 +23,7 @@ const (
 	helloTimeout = 5 * time.Second
 	writeStall   = 10 * time.Second // an engine that reads nothing for so long is disconnected
 	backlogBytes = 32 << 20         // or that leaves so much unread
+	engineLines  = 64               // log lines of engines that come, and that go, before they are spaced out
 )
 
 // engines serves the engine API: one session a connection.
@@ -46,7 +47,8 @@ type engines struct {
 	sessions map[uint64]*session
 
 	counters engineCounters
-	refusals logLimit
+
+	refusals, arrivals, departures logLimit
 }
 
 // identity is what a node tells engines and peers about itself.
@@ -65,6 +67,7 @@ type engineCounters struct {
 
 func newEngines(sock *engineSocket, pools []*pool, id identity, sums, keep bool, log *slog.Logger) *engines {
 	e := &engines{sock: sock, pools: pools, identity: id, sums: sums, keep: keep, log: log, loop: make(chan struct{}), sessions: map[uint64]*session{}}
+	e.arrivals.burst, e.departures.burst = engineLines, engineLines
 	e.ctx, e.cancel = context.WithCancel(context.Background())
 	return e
 }

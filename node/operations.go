@@ -340,10 +340,17 @@ func (s *session) waitReady(ctx context.Context, key string) (ec.Info, error) {
 	}
 }
 
-// list pushes all entries, in pieces, as the engine reads them.
+// list pushes all entries, in pieces, as the engine reads them. A listing holds all that it has to say, and waits for an engine that
+// does not read: so there is one at a time, and the others have taken nothing yet.
 func (s *session) list(op *api.Op, t *turn) error {
 	return s.background(op, t, 0, func(ctx context.Context) {
-		entries := s.pool.entries()
+		var entries []ec.Info
+		select {
+		case s.listing <- struct{}{}:
+			defer func() { <-s.listing }()
+			entries = s.pool.entries()
+		case <-ctx.Done():
+		}
 		for len(entries) > api.MaxListChunk {
 			if ctx.Err() != nil || s.conn.Room(ctx.Done()) != nil {
 				break

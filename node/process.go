@@ -2,6 +2,7 @@ package node
 
 import (
 	"bytes"
+	"errors"
 	"os"
 	"strconv"
 	"sync"
@@ -10,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/tensorferry/tensorferry/internal/boottime"
+	"github.com/tensorferry/tensorferry/node/internal/api"
 )
 
 // A process is named in a region by its pid and the time of its start, since pids are given again: the pid in the upper bits, the
@@ -64,24 +66,26 @@ var pidNamespace = sync.OnceValue(func() uint64 {
 	return st.Ino
 })
 
+// openProcess opens a pidfd; replaced in tests.
+var openProcess = api.OpenProcess
+
 // watchProcess opens a pidfd of a process named by processOf in this namespace. dead: it is gone for certain. A nil file
-// without that: nothing can be said of it.
+// without that: nothing can be said of it now.
 func watchProcess(process uint64) (f *os.File, dead bool) {
 	pid := int(process >> startBits)
 	if pid <= 0 {
 		return nil, false
 	}
-	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK) // the runtime's poller waits then, and no thread
-	if err != nil {
-		return nil, err == unix.ESRCH
+	f, err := openProcess(pid)
+	if errors.Is(err, unix.ESRCH) {
+		return nil, true
 	}
-	f = os.NewFile(uintptr(fd), "pidfd")
 	// The pidfd is of whoever had the pid when it was opened; that one's start tells who it is, or is unreadable because it has
-	// ended since.
+	// ended since. Without a pidfd the start still tells that the pid is another's by now.
 	now := processOf(pid)
-	if sameProcess(now, process) {
+	if err == nil && sameProcess(now, process) {
 		return f, false
 	}
-	_ = f.Close()
-	return nil, now != 0 || unix.Kill(pid, 0) == unix.ESRCH
+	_ = f.Close() // of nil too
+	return nil, now != 0 && !sameProcess(now, process) || unix.Kill(pid, 0) == unix.ESRCH
 }

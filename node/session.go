@@ -47,6 +47,8 @@ type session struct {
 	cancel context.CancelFunc
 	work   sync.WaitGroup // fetches, waits and listings
 
+	listing chan struct{} // holds the listing that is under way
+
 	mu           sync.Mutex
 	async        map[uint64]context.CancelCauseFunc // by ref
 	handles      uint64                             // the last one given
@@ -70,10 +72,10 @@ func (s *session) run() {
 		return
 	}
 	s.reservations, s.pins = map[uint64]*ec.Reservation{}, map[uint64]*ec.Pin{}
-	s.async = map[uint64]context.CancelCauseFunc{}
+	s.async, s.listing = map[uint64]context.CancelCauseFunc{}, make(chan struct{}, 1)
 	s.ctx, s.cancel = context.WithCancel(s.e.ctx)
 	s.greeted.Store(true)
-	s.log.Info("engine connected", "name", s.name, "pid", s.peer.PID, "model", s.pool.Model)
+	s.e.arrivals.info(s.log, "engine connected", "name", s.name, "pid", s.peer.PID, "model", s.pool.Model)
 
 	dead := s.watch()
 	err := s.serve()
@@ -95,7 +97,7 @@ func (s *session) watch() <-chan struct{} {
 func (s *session) greet() error {
 	peer, err := api.PeerOf(s.sock, true)
 	if err != nil {
-		return err
+		return s.refuse(&api.Refused{Code: api.CodeOf(err), Message: err.Error()})
 	}
 	s.peer = peer
 	if err := s.conn.SetReceiveDeadline(time.Now().Add(helloTimeout)); err != nil {
@@ -123,8 +125,11 @@ func (s *session) greet() error {
 	}
 	// A freshly opened description: the node's own is locked, and that lock must not travel.
 	f, err := pool.region.Reopen(true)
+	if api.Exhausted(err) {
+		err = fmt.Errorf("%w: %w", api.ErrLimit, err)
+	}
 	if err != nil {
-		return s.refuse(&api.Refused{Code: api.CodeInternal, Message: err.Error()})
+		return s.refuse(&api.Refused{Code: api.CodeOf(err), Message: err.Error()})
 	}
 	defer func() { _ = f.Close() }()
 	return s.conn.SendWithFile(welcome, api.MaxReplyFrame, f, helloTimeout)
@@ -170,11 +175,18 @@ func (s *session) request(m *api.Request) error {
 	var t turn
 	for i := range m.Ops {
 		if err := s.do(&m.Ops[i], &reply.Results[i], &t); err != nil {
-			reply.Results[i] = api.Result{Code: api.CodeOf(err), Message: err.Error()}
+			reply.Results[i].Code, reply.Results[i].Message = api.CodeOf(err), err.Error()
 		}
 	}
 	// Pushes come after the reply to what they answer.
-	err := s.conn.Send(api.MaxReplyFrame, append([]api.Message{reply}, t.inline()...)...)
+	pushes := t.inline()
+	var err error
+	if m.Late && len(pushes) == 0 && len(t.fetches) == len(m.Ops) {
+		// Each ends with a push. Sent now, the reply would only wake the engine in the middle of the pull.
+		err = s.conn.Hold(api.MaxReplyFrame, reply)
+	} else {
+		err = s.conn.Send(api.MaxReplyFrame, append([]api.Message{reply}, pushes...)...)
+	}
 	t.run(s)
 	return err
 }
@@ -191,7 +203,7 @@ func (s *session) finish(cause error, dead <-chan struct{}) {
 	log := s.log.With("name", s.name, "pid", s.peer.PID, "said_bye", s.bye, "pins", len(s.pins), "reservations", len(s.reservations))
 	if s.e.keeps() && !s.bye {
 		// The engine goes on with what it has, and restates it to the node that takes the region over.
-		log.Info("engine left to the next node")
+		s.e.departures.info(log, "engine left to the next node")
 		_ = s.peer.Process.Close() // ends the watch
 		return
 	}
@@ -202,6 +214,6 @@ func (s *session) finish(cause error, dead <-chan struct{}) {
 	if !s.bye {
 		s.e.counters.quarantined.Add(uint64(len(left)))
 	}
-	log.Info("engine gone", "error", cause)
+	s.e.departures.info(log, "engine gone", "error", cause)
 	s.pool.clients.leave(s.client, left, s.bye, s.peer.Process, dead)
 }

@@ -61,6 +61,7 @@ func (c *Client) fetch(ctx context.Context, p ec.Params, timeout time.Duration, 
 			bad = append(bad, FetchResult{Key: key, Outcome: ec.FetchFailed, Reason: err.Error(), Elapsed: time.Since(f.start)})
 			continue
 		}
+		f.bytes += a.SizeBytes
 		f.ops = append(f.ops, api.Op{Kind: api.OpFetch, Key: key, Entry: entry, TimeoutMS: millis(timeout), Map: pin})
 	}
 	f.results = make(chan FetchResult, len(bad)+len(f.ops))
@@ -83,6 +84,7 @@ type fetch struct {
 	c       *Client
 	ctx     context.Context
 	start   time.Time
+	bytes   int64            // announced
 	results chan FetchResult // holds them all, so that nobody waits to send one
 	left    int
 	stop    func() bool
@@ -94,10 +96,27 @@ type fetch struct {
 
 func (f *fetch) begin() error {
 	c := f.c
+	l, err := f.first()
+	if err == nil && f.bytes <= watchBytes {
+		c.lookOut(l, f.over)
+	}
+	return err
+}
+
+// over says whether all results are there.
+func (f *fetch) over() bool {
+	f.c.mu.Lock()
+	defer f.c.mu.Unlock()
+	return f.left == 0
+}
+
+// first checks all operations and sends them, on the connection that it gives.
+func (f *fetch) first() (*link, error) {
+	c := f.c
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.err != nil {
-		return c.err
+		return nil, c.err
 	}
 	f.left = len(f.ops)
 	f.stop = context.AfterFunc(f.ctx, f.canceled)
@@ -111,7 +130,7 @@ func (f *fetch) begin() error {
 	}
 	f.ops = nil
 	f.send()
-	return nil
+	return f.link, nil
 }
 
 // send sends what is not sent. What cannot be is lost again, and then there is a goroutine to send it on the next connection. Called
@@ -128,7 +147,7 @@ func (f *fetch) send() {
 	for at := 0; at < len(f.ops); {
 		ops := f.ops[at:]
 		ops = ops[:chunk(ops)]
-		_, err := c.sendLocked(l, ops, func(results []api.Result) { f.replied(ops, results) })
+		_, err := c.sendLocked(l, ops, true, func(results []api.Result) { f.replied(ops, results) })
 		if err == nil {
 			at += len(ops)
 			continue

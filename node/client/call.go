@@ -11,11 +11,25 @@ import (
 // read receives until the connection is lost, and says why it is.
 func (c *Client) read(l *link) error {
 	for {
-		m, err := l.conn.Receive()
+		l.reading.Lock()
+		err := c.take(l)
+		l.reading.Unlock()
 		if err != nil {
 			return err
 		}
+		_ = l.conn.Await() // the next take says it better
+	}
+}
+
+// take carries out what has come. Called with l.reading held.
+func (c *Client) take(l *link) error {
+	for l.readErr == nil {
+		m, ok, err := l.conn.Take()
 		switch m := m.(type) {
+		case nil:
+			if err == nil && !ok {
+				return nil
+			}
 		case *api.Reply:
 			err = c.replied(l, m)
 		case *api.Push:
@@ -25,10 +39,9 @@ func (c *Client) read(l *link) error {
 		default:
 			err = fmt.Errorf("%w: a %T from the node", ErrProtocol, m)
 		}
-		if err != nil {
-			return err
-		}
+		l.readErr = err
 	}
+	return l.readErr
 }
 
 func (c *Client) replied(l *link, m *api.Reply) error {
@@ -86,7 +99,7 @@ func (c *Client) giveBack(l *link, ops []api.Op, results []api.Result) {
 func (c *Client) post(l *link, ops []api.Op) {
 	for len(ops) > 0 {
 		n := chunk(ops)
-		_, _ = c.send(l, ops[:n], nil)
+		_, _ = c.send(l, ops[:n], false, nil)
 		ops = ops[n:]
 	}
 }
@@ -99,14 +112,14 @@ func (c *Client) current() *link {
 }
 
 // send makes one request of ops, which must fit one frame. reply, which may be nil and must not block, gets its results, unless the
-// connection is lost.
-func (c *Client) send(l *link, ops []api.Op, reply func([]api.Result)) (id uint64, err error) {
+// connection is lost; late: together with the first push, if all of it is fetches.
+func (c *Client) send(l *link, ops []api.Op, late bool, reply func([]api.Result)) (id uint64, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.sendLocked(l, ops, reply)
+	return c.sendLocked(l, ops, late, reply)
 }
 
-func (c *Client) sendLocked(l *link, ops []api.Op, reply func([]api.Result)) (id uint64, err error) {
+func (c *Client) sendLocked(l *link, ops []api.Op, late bool, reply func([]api.Result)) (id uint64, err error) {
 	if c.err != nil {
 		return 0, c.err
 	}
@@ -118,7 +131,7 @@ func (c *Client) sendLocked(l *link, ops []api.Op, reply func([]api.Result)) (id
 	c.nextID++
 	id = c.nextID
 	// Sending never waits, so the lock may stay; it keeps the request ahead of a reply to it.
-	if err := l.conn.Send(api.MaxRequestFrame, &api.Request{ID: id, Ops: ops}); err != nil {
+	if err := l.conn.Send(api.MaxRequestFrame, &api.Request{ID: id, Ops: ops, Late: late}); err != nil {
 		switch {
 		case errors.Is(err, api.ErrLimit):
 			return 0, err
@@ -142,10 +155,11 @@ func (c *Client) roundTrip(ctx context.Context, l *link, ops []api.Op) ([]api.Re
 		return nil, err
 	}
 	reply := make(chan []api.Result, 1)
-	id, err := c.send(l, ops, func(r []api.Result) { reply <- r })
+	id, err := c.send(l, ops, false, func(r []api.Result) { reply <- r })
 	if err != nil {
 		return nil, err
 	}
+	c.lookOut(l, func() bool { return len(reply) > 0 })
 	select {
 	case r := <-reply:
 		return r, nil

@@ -117,6 +117,8 @@ type Client struct {
 	err    error // set before done is closed
 	done   chan struct{}
 	reader sync.WaitGroup
+
+	watch watch
 }
 
 // link is one connection. What was given on it means nothing on another.
@@ -125,6 +127,9 @@ type link struct {
 	mapping *mapping      // of the pool that it speaks of
 	gone    chan struct{} // closed when it is lost
 	err     error         // why; set before gone is closed
+
+	reading sync.Mutex // held by whoever receives and carries out what came; before Client.mu
+	readErr error      // the end of that
 }
 
 // mapping is a mapped pool file.

@@ -128,6 +128,8 @@ type Refused struct {
 type Request struct {
 	ID  uint64
 	Ops []Op
+	// Late: the reply may come together with the first push, however late that is, if each operation was begun.
+	Late bool
 }
 
 // Op is one operation; unused fields are zero and left out on the wire.

@@ -16,15 +16,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Conn is one connection with frames on it. One goroutine receives; any may send.
+// Conn is one connection with frames on it. One goroutine at a time receives; any may send.
 type Conn struct {
 	sock *net.UnixConn
 	raw  syscall.RawConn
-	in   *bufio.Reader
-	buf  []byte // the receiver's, reused: messages do not refer to it
 	o    ConnOptions
 
+	// The receiver's.
+	in   *bufio.Reader
+	poll bool   // in does not wait
+	buf  []byte // reused: messages do not refer to it
+	part []byte // Take: what has come of a frame that is larger than in's buffer
+	left int    // Take: bytes that part waits for
+
 	mu       sync.Mutex
+	held     []byte // goes with the next Send
 	backlog  []byte // what the socket did not take yet
 	flushing bool   // a goroutine drains backlog
 	drained  chan struct{}
@@ -32,6 +38,7 @@ type Conn struct {
 }
 
 const (
+	inBuffer   = 64 << 10
 	keepBuffer = 1 << 20   // bytes of a receive buffer that is kept from frame to frame
 	flushPiece = 256 << 10 // bytes of one write of a backlog, so that WriteStall bounds the wait and not the whole
 )
@@ -49,7 +56,41 @@ func NewConn(sock *net.UnixConn, o ConnOptions) (*Conn, error) {
 	if err != nil {
 		return nil, fmt.Errorf("engine api: %w", err)
 	}
-	return &Conn{sock: sock, raw: raw, in: bufio.NewReaderSize(sock, 64<<10), o: o}, nil
+	c := &Conn{sock: sock, raw: raw, o: o}
+	c.in = bufio.NewReaderSize(source{c}, inBuffer)
+	return c, nil
+}
+
+// source is what a Conn reads from.
+type source struct{ c *Conn }
+
+// errWouldBlock is what a Conn that does not wait reads where there is nothing.
+var errWouldBlock = errors.New("engine api: nothing to read")
+
+func (s source) Read(b []byte) (n int, err error) {
+	c := s.c
+	if !c.poll {
+		return c.sock.Read(b)
+	}
+	// Not by raw.Read, which waits for whoever is in it.
+	ctl := c.raw.Control(func(fd uintptr) {
+		for {
+			if n, err = unix.Read(int(fd), b); !errors.Is(err, unix.EINTR) {
+				return
+			}
+		}
+	})
+	switch {
+	case ctl != nil:
+		return 0, ctl
+	case errors.Is(err, unix.EAGAIN):
+		return 0, errWouldBlock
+	case err != nil:
+		return 0, err
+	case n == 0:
+		return 0, io.EOF
+	}
+	return n, nil
 }
 
 // Close ends the connection. Receive and Send fail from then on.
@@ -82,21 +123,95 @@ func (c *Conn) Receive() (Message, error) {
 	return c.payload(head)
 }
 
-func (c *Conn) payload(head [4]byte) (Message, error) {
-	size := int64(binary.BigEndian.Uint32(head[:]))
-	if size > int64(c.o.InLimit) {
-		return nil, fmt.Errorf("%w: a frame of %d bytes, at most %d", ErrLimit, size, c.o.InLimit)
+// Take is Receive for a receiver that does not wait: false if no whole message is there. A connection's first message cannot be taken, and after Take comes
+// no Receive.
+func (c *Conn) Take() (Message, bool, error) {
+	c.poll = true
+	m, err := c.take()
+	if errors.Is(err, errWouldBlock) {
+		return nil, false, nil
 	}
-	// A length is only a promise: memory grows with the bytes that come.
-	buf := c.buf[:0]
-	for at := 0; at < int(size); at = len(buf) {
-		n := min(int(size)-at, max(at, 64<<10))
-		buf = slices.Grow(buf, n)[:at+n]
-		if _, err := io.ReadFull(c.in, buf[at:]); err != nil {
-			if errors.Is(err, io.EOF) {
+	return m, err == nil, err
+}
+
+func (c *Conn) take() (Message, error) {
+	if c.left == 0 {
+		head, err := c.in.Peek(4)
+		if err != nil {
+			if errors.Is(err, io.EOF) && len(head) > 0 {
 				err = io.ErrUnexpectedEOF
 			}
 			return nil, err
+		}
+		size, err := c.size(head)
+		if err != nil {
+			return nil, err
+		}
+		if 4+size <= inBuffer {
+			frame, err := c.in.Peek(4 + size)
+			if err != nil {
+				return nil, orUnexpected(err)
+			}
+			m, err := Decode(frame[4:])
+			_, _ = c.in.Discard(4 + size) // it is there
+			return m, err
+		}
+		_, _ = c.in.Discard(4)
+		c.part, c.left = c.buf[:0], size
+	}
+	for c.left > 0 { // as in payload
+		at := len(c.part)
+		b := slices.Grow(c.part, min(c.left, max(at, inBuffer)))
+		n, err := c.in.Read(b[at : at+min(c.left, cap(b)-at)])
+		c.part, c.left = b[:at+n], c.left-n
+		if err != nil {
+			return nil, orUnexpected(err)
+		}
+	}
+	if cap(c.part) <= keepBuffer {
+		c.buf = c.part
+	}
+	b := c.part
+	c.part = nil
+	return Decode(b)
+}
+
+// orUnexpected is err within a frame.
+func orUnexpected(err error) error {
+	if errors.Is(err, io.EOF) {
+		return io.ErrUnexpectedEOF
+	}
+	return err
+}
+
+// Await waits until there is something to take, or until the connection is over, which Take then says. Others may take meanwhile.
+func (c *Conn) Await() error {
+	return c.raw.Read(func(fd uintptr) bool {
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
+		return n != 0 || err != nil && !errors.Is(err, unix.EINTR)
+	})
+}
+
+func (c *Conn) size(head []byte) (int, error) {
+	size := int64(binary.BigEndian.Uint32(head))
+	if size > int64(c.o.InLimit) {
+		return 0, fmt.Errorf("%w: a frame of %d bytes, at most %d", ErrLimit, size, c.o.InLimit)
+	}
+	return int(size), nil
+}
+
+func (c *Conn) payload(head [4]byte) (Message, error) {
+	size, err := c.size(head[:])
+	if err != nil {
+		return nil, err
+	}
+	// A length is only a promise: memory grows with the bytes that come.
+	buf := c.buf[:0]
+	for at := 0; at < size; at = len(buf) {
+		n := min(size-at, max(at, inBuffer))
+		buf = slices.Grow(buf, n)[:at+n]
+		if _, err := io.ReadFull(c.in, buf[at:]); err != nil {
+			return nil, orUnexpected(err)
 		}
 	}
 	if cap(buf) <= keepBuffer {
@@ -121,6 +236,9 @@ func (c *Conn) Send(limit int, ms ...Message) error {
 	if c.err != nil {
 		return c.err
 	}
+	if len(c.held) > 0 {
+		frame, c.held = append(c.held, frame...), nil
+	}
 	if !c.flushing {
 		n, err := c.writeNow(frame)
 		if err != nil {
@@ -140,6 +258,21 @@ func (c *Conn) Send(limit int, ms ...Message) error {
 		c.drained = make(chan struct{})
 		go c.flush()
 	}
+	return nil
+}
+
+// Hold keeps a message back until the next Send, which then sends it first. Errors as of Send.
+func (c *Conn) Hold(limit int, m Message) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.err != nil {
+		return c.err
+	}
+	held, err := AppendFrame(c.held, m, limit)
+	if err != nil {
+		return err
+	}
+	c.held = held
 	return nil
 }
 

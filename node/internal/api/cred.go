@@ -20,7 +20,7 @@ type Peer struct {
 	Process *os.File
 }
 
-// PeerOf asks the kernel who is at the other end. watch asks for Peer.Process.
+// PeerOf asks the kernel who is at the other end. watch asks for Peer.Process. ErrLimit: that needs a descriptor, and none is left.
 func PeerOf(sock *net.UnixConn, watch bool) (Peer, error) {
 	raw, err := sock.SyscallConn()
 	if err != nil {
@@ -36,7 +36,7 @@ func PeerOf(sock *net.UnixConn, watch bool) (Peer, error) {
 		}
 		p.PID, p.UID = int(cred.Pid), int(cred.Uid)
 		if watch {
-			p.Process = pidfd(int(fd), p.PID)
+			p.Process, opErr = system.peer(int(fd), p.PID)
 		}
 	})
 	if err = errors.Join(err, opErr); err != nil {
@@ -45,19 +45,53 @@ func PeerOf(sock *net.UnixConn, watch bool) (Peer, error) {
 	return p, nil
 }
 
-// pidfd prefers SO_PEERPIDFD (Linux 6.5), which names the process that connected; a number may have been given to another since.
-func pidfd(sock, pid int) *os.File {
-	fd, err := unix.GetsockoptInt(sock, unix.SOL_SOCKET, unix.SO_PEERPIDFD)
-	if err != nil {
-		if pid <= 0 {
-			return nil
-		}
-		if fd, err = unix.PidfdOpen(pid, 0); err != nil {
-			return nil
-		}
+// Exhausted says whether an error means that the process or the machine has no descriptor or memory left for now. A nil error: no.
+func Exhausted(err error) bool {
+	return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOMEM)
+}
+
+// pidfds are the system's ways to a pidfd.
+type pidfds struct {
+	peerOf func(sock int) (int, error)
+	open   func(pid, flags int) (int, error)
+}
+
+var system = pidfds{
+	peerOf: func(sock int) (int, error) { return unix.GetsockoptInt(sock, unix.SOL_SOCKET, unix.SO_PEERPIDFD) },
+	open:   unix.PidfdOpen,
+}
+
+// peer prefers SO_PEERPIDFD (Linux 6.5), which names the process that connected; a number may have been given to another since. So the
+// number is used only where the kernel does not know the option. nil: the process cannot be watched, or is gone.
+func (s pidfds) peer(sock, pid int) (*os.File, error) {
+	fd, err := s.peerOf(sock)
+	if errors.Is(err, unix.ENOPROTOOPT) && pid > 0 {
+		fd, err = s.open(pid, 0)
 	}
+	if Exhausted(err) {
+		return nil, fmt.Errorf("%w: the node cannot watch your process for now: %w", ErrLimit, err)
+	}
+	if err != nil {
+		return nil, nil
+	}
+	return pidFile(fd), nil
+}
+
+// OpenProcess opens a pidfd of whoever has the pid now. The error is the system's: ESRCH means that nobody has it.
+func OpenProcess(pid int) (*os.File, error) {
+	fd, err := unix.PidfdOpen(pid, 0) // PIDFD_NONBLOCK is EINVAL before Linux 5.10
+	if err != nil {
+		return nil, err
+	}
+	if f := pidFile(fd); f != nil {
+		return f, nil
+	}
+	return nil, unix.EINVAL
+}
+
+// pidFile owns fd. Non-blocking makes os.File wait in the runtime's poller, on no thread; nil if that cannot be had.
+func pidFile(fd int) *os.File {
 	unix.CloseOnExec(fd)
-	// Non-blocking makes os.File wait in the runtime's poller, on no thread.
 	if err := unix.SetNonblock(fd, true); err != nil {
 		_ = unix.Close(fd)
 		return nil

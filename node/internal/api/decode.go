@@ -177,6 +177,8 @@ func (r *reader) request() *Request {
 			for i := 0; i < n && r.err == nil; i++ {
 				r.op(&m.Ops[i])
 			}
+		case "late":
+			m.Late = r.bool()
 		default:
 			return false
 		}

@@ -162,6 +162,7 @@ func (m *Request) append(b []byte) []byte {
 	for i := range m.Ops {
 		f.b = m.Ops[i].append(f.b)
 	}
+	f.bool("late", m.Late)
 	return f.close()
 }
 
