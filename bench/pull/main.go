@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -34,14 +35,17 @@ const (
 	goMapped = "Go <- Go, mapped"
 	goTCP    = "Go <- Go, tcp"
 	rawNIXL  = "bare NIXL READ"
+	aFloor   = "a byte there and back"
 )
 
-var candidates = []string{vllmVLLM, goVLLM, vllmGo, goNIXL, goMapped, goTCP, rawNIXL}
+var candidates = []string{vllmVLLM, goVLLM, vllmGo, goNIXL, goMapped, goTCP, rawNIXL, aFloor}
 
 func main() {
 	rounds := flag.Int("rounds", 21, "turns that count")
 	role := flag.String("role", "", "of a child: serve or read")
 	path := flag.String("region", "", "of a child: a node's region")
+	entries := flag.String("entries", "", "only the rows whose name this regular expression matches")
+	ways := flag.String("ways", "", "only the columns whose name this regular expression matches")
 	flag.Parse()
 	var err error
 	switch *role {
@@ -49,8 +53,10 @@ func main() {
 		err = rawServe(*path)
 	case "read":
 		err = rawRead(*path)
+	case "echo":
+		err = runEcho()
 	default:
-		err = run(*rounds)
+		err = run(*rounds, *entries, *ways)
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "pull:", err)
@@ -67,11 +73,19 @@ type bench struct {
 	hasVLLM  bool
 	hasNIXL  bool
 	rounds   int
+	entries  *regexp.Regexp // rows
+	ways     *regexp.Regexp // columns
 	verdicts []verdict
 }
 
-func run(rounds int) (err error) {
+func run(rounds int, entries, ways string) (err error) {
 	b := &bench{rounds: rounds}
+	if b.entries, err = regexp.Compile(entries); err != nil {
+		return fmt.Errorf("-entries: %w", err)
+	}
+	if b.ways, err = regexp.Compile(ways); err != nil {
+		return fmt.Errorf("-ways: %w", err)
+	}
 	if b.self, err = os.Executable(); err != nil {
 		return err
 	}
@@ -129,6 +143,7 @@ type rig struct {
 	producer         *peers.Script         // vLLM
 	consumer         *peers.Script         // vLLM
 	rawServer, rawIn *process
+	echo             *echo
 }
 
 func (b *bench) newRig(region int64) (r *rig, err error) {
@@ -165,6 +180,9 @@ func (b *bench) newRig(region int64) (r *rig, err error) {
 			return r, fmt.Errorf("bare NIXL: said %q (%w)", ready, err)
 		}
 	}
+	if r.echo, err = startEcho(b.self); err != nil {
+		return r, err
+	}
 	if b.hasVLLM {
 		args := []string{strconv.FormatInt(region, 10), strconv.Itoa(hidden)}
 		if r.producer, err = peers.Start("pull_peer.py", vllmScript, append([]string{"producer"}, args...)...); err != nil {
@@ -189,6 +207,9 @@ func (r *rig) close() error {
 			errs = append(errs, p.end(syscall.Signal(0)))
 		}
 	}
+	if r.echo != nil {
+		errs = append(errs, r.echo.close())
+	}
 	for _, n := range r.sinks {
 		if n != nil {
 			errs = append(errs, n.close())
@@ -201,6 +222,10 @@ func (r *rig) close() error {
 }
 
 func (b *bench) stage(s stage) (err error) {
+	s.loads = slices.DeleteFunc(slices.Clone(s.loads), func(w workload) bool { return !b.entries.MatchString(w.String()) })
+	if len(s.loads) == 0 {
+		return nil
+	}
 	r, err := b.newRig(s.region)
 	if err != nil {
 		return err
@@ -266,6 +291,8 @@ func (b *bench) candidates(r *rig, w workload) (cs []measure.Candidate, err erro
 			return time.Duration(sec * 1e9), err
 		})
 	}
+	cs = append(cs, measure.Candidate{Name: aFloor, Run: r.echo.roundTrip})
+	cs = slices.DeleteFunc(cs, func(c measure.Candidate) bool { return !b.ways.MatchString(c.Name) })
 	slices.SortFunc(cs, func(x, y measure.Candidate) int {
 		return slices.Index(candidates, x.Name) - slices.Index(candidates, y.Name)
 	})
