@@ -31,11 +31,23 @@ func Take(ctx context.Context, o Options) (*Region, error) {
 }
 
 // adopt takes over the file under name, which the claim protects. A nil region without an error is for build to deal with: why
-// says what is wrong with the file, or is empty if it is not ours to judge here.
+// says what is wrong with the file, or is empty if there is none or it is not ours to judge.
 func adopt(ctx context.Context, dir *os.File, name string, o Options, k kernel) (r *Region, why string, err error) {
+	for range raceTries {
+		if r, why, err = adoptOnce(ctx, dir, name, o, k); !errors.Is(err, errMoved) {
+			return r, why, err
+		}
+	}
+	return nil, "", fmt.Errorf("%w: %s comes and goes", ErrInUse, filepath.Join(dir.Name(), name))
+}
+
+func adoptOnce(ctx context.Context, dir *os.File, name string, o Options, k kernel) (r *Region, why string, err error) {
 	f, err := openOwn(dir, name, unix.O_RDWR)
 	if err != nil {
 		return nil, "", nil
+	}
+	if err := lockRegion(ctx, f); err != nil {
+		return nil, "", errors.Join(err, f.Close())
 	}
 	r = &Region{path: filepath.Join(dir.Name(), name), dir: o.Dir, name: name, file: f, adopted: true}
 	if why, err = r.adopt(ctx, dir, o, k); err == nil && why == "" {
@@ -54,16 +66,20 @@ func adopt(ctx context.Context, dir *os.File, name string, o Options, k kernel) 
 	return nil, why, err
 }
 
-// errNotJudged: the file is another's, or no region. Reaping says so, and what to do.
-var errNotJudged = errors.New("not judged")
+var (
+	// errNotJudged: the file is another's, or no region. Reaping says so, and what to do.
+	errNotJudged = errors.New("not judged")
+	// errMoved: the name was taken off the file before it was locked.
+	errMoved = errors.New("not under its name any more")
+)
 
 func (r *Region) adopt(ctx context.Context, dir *os.File, o Options, k kernel) (why string, err error) {
 	fd := int(r.file.Fd())
-	if err := unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return "", errNotJudged
-	}
-	if same, err := sameFile(dir, r.name, fd); err != nil || !same {
-		return "", errNotJudged
+	switch same, err := sameFile(dir, r.name, fd); {
+	case err != nil:
+		return "", err
+	case !same:
+		return "", errMoved
 	}
 	// The header is read under the lock: before that, its words may be a living owner's.
 	st, err := r.file.Stat()

@@ -108,6 +108,37 @@ func TestARestartedOwnerGoesOnWithItsFile(t *testing.T) {
 	wantFiles(t, dir, smallName)
 }
 
+// C49: pre-faulting by touching must not change what is there.
+func TestAdoptingChangesNoByteOnAKernelThatCannotPopulate(t *testing.T) {
+	dir := shmDir(t)
+	path, epoch, _, _ := deadRegion(t, dir)
+	f := must(os.OpenFile(path, os.O_RDWR, 0))
+	want := bytes.Repeat([]byte{0xa5}, 16*4096)
+	must(f.WriteAt(want, 64<<10)) // the pool, from its first byte
+	must(0, f.Close())
+	before := must(os.ReadFile(path))
+	k := kernelCalls
+	k.populate = func([]byte) error { return unix.EINVAL }
+	r, err := open(t.Context(), keptOptions(dir), k, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close(true)
+	if !r.Adopted() || r.Epoch() != epoch+1 {
+		t.Fatalf("adopted: %t, epoch %d after %d", r.Adopted(), r.Epoch(), epoch)
+	}
+	after := must(os.ReadFile(path))
+	for _, off := range []int{offEpoch, offOwner, offAdoptUntil} { // what an adoption is to change
+		clear(before[off:][:8])
+		clear(after[off:][:8])
+	}
+	for i := range before {
+		if before[i] != after[i] {
+			t.Fatalf("byte %d was %#x and is %#x", i, before[i], after[i])
+		}
+	}
+}
+
 func TestWhatCannotBeAdoptedIsReapedForAReason(t *testing.T) {
 	header := func(off int, v uint64) func(*testing.T, string, *Options) {
 		return func(t *testing.T, path string, _ *Options) { patch(t, path, int64(off), v) }

@@ -59,7 +59,7 @@ func open(ctx context.Context, o Options, k kernel, mayAdopt bool) (*Region, err
 	}
 	defer dir.Close()
 
-	c, err := takeClaim(dir, name, o.Geometry.fileBytes())
+	c, err := takeClaim(ctx, dir, name, o.Geometry.fileBytes(), patience)
 	if err != nil {
 		return nil, err
 	}
@@ -67,7 +67,7 @@ func open(ctx context.Context, o Options, k kernel, mayAdopt bool) (*Region, err
 	why := ""
 	if mayAdopt {
 		r, why, err = adopt(ctx, dir, name, o, k)
-		o.Replace = true
+		o.Replace = o.Replace || why != "" // only what was judged
 	}
 	if r == nil && err == nil {
 		if r, err = build(ctx, dir, name, o, k); err == nil {
@@ -210,7 +210,7 @@ func reap(ctx context.Context, dir *os.File, name string, o Options, size int64)
 		if err != nil {
 			return header{}, err
 		}
-		h, done, err := reapOpen(dir, name, path, f, o, size)
+		h, done, err := reapOpen(ctx, dir, name, path, f, o, size)
 		if done {
 			awaitServers(ctx, f)
 		}
@@ -222,7 +222,7 @@ func reap(ctx context.Context, dir *os.File, name string, o Options, size int64)
 	return header{}, fmt.Errorf("%w: %s comes and goes", ErrInUse, path)
 }
 
-func reapOpen(dir *os.File, name, path string, f *os.File, o Options, size int64) (h header, done bool, err error) {
+func reapOpen(ctx context.Context, dir *os.File, name, path string, f *os.File, o Options, size int64) (h header, done bool, err error) {
 	page, err := readPage(f)
 	if err != nil {
 		return h, false, &fs.PathError{Op: "region: read", Path: path, Err: err}
@@ -237,12 +237,8 @@ func reapOpen(dir *os.File, name, path string, f *os.File, o Options, size int64
 	// A region of another version of the format may be reaped as well, or an upgrade could never start; only its header means
 	// nothing to us.
 	h, headerErr := decodeHeader(page, st.Size())
-	switch err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err {
-	case nil:
-	case unix.EWOULDBLOCK:
-		return h, false, fmt.Errorf("%w: %s, pid %d; end that process, or give this one another instance id", ErrInUse, path, h.owner)
-	default:
-		return h, false, &fs.PathError{Op: "region: flock", Path: path, Err: err}
+	if err := lockRegion(ctx, f); err != nil {
+		return h, false, err
 	}
 	if headerErr == nil && h.identity != o.Identity {
 		return h, false, fmt.Errorf("%w: %s is a region of instance %q, group %q, rank %d; remove it if it is not needed",
@@ -273,6 +269,60 @@ func reapOpen(dir *os.File, name, path string, f *os.File, o Options, size int64
 	return h, done, err
 }
 
+const (
+	// patience is for locks that a sweep holds for moments. An owner keeps the lock of its file, and a creator its claim, for longer.
+	patience     = time.Second
+	patiencePoll = time.Millisecond
+	// ownerLooks is how often in a row the owner that a file names is seen with its lock before that is believed: a sweep may have
+	// the pid that a dead owner had.
+	ownerLooks = 3
+)
+
+// lockRegion takes the lock of a region's file. ErrInUse names who has it and keeps it.
+func lockRegion(ctx context.Context, f *os.File) error {
+	late := time.NewTimer(patience)
+	defer late.Stop()
+	tick := time.NewTicker(patiencePoll)
+	defer tick.Stop()
+	for looks := 0; ; {
+		switch err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err {
+		case nil:
+			return nil
+		case unix.EWOULDBLOCK, unix.EINTR:
+		default:
+			return &fs.PathError{Op: "region: flock", Path: f.Name(), Err: err}
+		}
+		holder, owner := flockOwner(f), namedOwner(f)
+		inUse := fmt.Errorf("%w: %s, by a process that is not seen from here and may be pid %d of its own namespace; end it, or give this one another instance id",
+			ErrInUse, f.Name(), owner)
+		if holder != 0 {
+			inUse = fmt.Errorf("%w: %s, pid %d; end that process, or give this one another instance id", ErrInUse, f.Name(), holder)
+		}
+		if looks++; holder == 0 || holder != owner {
+			looks = 0
+		}
+		if looks == ownerLooks {
+			return inUse
+		}
+		select {
+		case <-tick.C:
+		case <-late.C:
+			return inUse
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// namedOwner is the pid that a region's file names as its owner's, dead or not; 0 if it names none.
+func namedOwner(f *os.File) int {
+	var word [8]byte
+	if _, err := f.ReadAt(word[:], offOwner); err != nil {
+		return 0
+	}
+	return int(order.Uint64(word[:]))
+}
+
 // claim is an empty locked file that lives while a region of one name is being created: it makes reaping and creating one step
 // towards other creators, so that two of them neither remove each other's work nor ask for the memory twice. A killed creator
 // leaves it unlocked for the next one to take.
@@ -281,11 +331,13 @@ type claim struct {
 	name string
 }
 
-// takeClaim gives ErrInUse if another process has it. size is that of the region, for the error if there is no inode left.
-func takeClaim(dir *os.File, region string, size int64) (*claim, error) {
+// takeClaim gives ErrInUse if another process has it for longer than wait. size is that of the region, for the error if there is no
+// inode left.
+func takeClaim(ctx context.Context, dir *os.File, region string, size int64, wait time.Duration) (*claim, error) {
 	name := "." + region + ".claim"
 	path := filepath.Join(dir.Name(), name)
-	for range raceTries {
+	end := time.Now().Add(wait)
+	for tries := 0; tries < raceTries; tries++ {
 		fd, err := unix.Openat(int(dir.Fd()), name, unix.O_CREAT|unix.O_RDWR|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0o600)
 		switch err {
 		case nil:
@@ -300,7 +352,15 @@ func takeClaim(dir *os.File, region string, size int64) (*claim, error) {
 			return &claim{f, name}, nil
 		}
 		f.Close()
-		if err != nil {
+		switch {
+		case errors.Is(err, ErrInUse) && time.Now().Before(end):
+			tries = 0
+			select {
+			case <-time.After(patiencePoll):
+			case <-ctx.Done():
+				return nil, context.Cause(ctx)
+			}
+		case err != nil:
 			return nil, err
 		}
 	}

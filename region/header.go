@@ -188,5 +188,5 @@ func text(b []byte) string {
 	return string(b)
 }
 
-// headerWord is a word of the variable part of a mapped header, for sync/atomic.
+// headerWord is a word of a mapped file, as of the variable part of its header, for sync/atomic.
 func headerWord(mem []byte, off int) *uint64 { return (*uint64)(unsafe.Pointer(&mem[off])) }

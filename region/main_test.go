@@ -24,6 +24,7 @@ var children = map[string]func(args []string){
 	"rlimit":  childRlimit,
 	"keep":    childKeep,
 	"write":   childWrite,
+	"sweep":   childSweep,
 }
 
 func TestMain(m *testing.M) {

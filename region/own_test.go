@@ -234,7 +234,7 @@ func TestLockOnAFileThatLostItsNameCountsForNothing(t *testing.T) {
 	o := smallOptions(t.TempDir())
 	dir := must(openDir(o.Dir))
 	defer dir.Close()
-	c := must(takeClaim(dir, smallName, 0))
+	c := must(takeClaim(t.Context(), dir, smallName, 0, 0))
 	late := must(os.OpenFile(filepath.Join(o.Dir, c.name), os.O_RDWR, 0))
 	defer late.Close()
 	must(0, c.drop(dir))
@@ -246,7 +246,7 @@ func TestLockOnAFileThatLostItsNameCountsForNothing(t *testing.T) {
 	old := must(openOwn(dir, smallName, unix.O_RDWR))
 	defer old.Close()
 	next := mustCreate(t, o)
-	if _, done, err := reapOpen(dir, smallName, next.Path(), old, o, 0); done || err != nil {
+	if _, done, err := reapOpen(t.Context(), dir, smallName, next.Path(), old, o, 0); done || err != nil {
 		t.Errorf("reaped: %t, %v", done, err)
 	}
 	wantFiles(t, o.Dir, smallName)

@@ -31,8 +31,8 @@ const (
 //
 // The order of stores makes a table truthful at whatever instruction its owner is killed. Fill stores word 0 as filling, then words
 // 2 to the end of the record, then word 1: a record that is half written has a wrong checksum, and its extents were not handed out
-// yet. Ready stores words 3 and 4, then word 0. Free stores word 0. Words 5 and 6 are stored before a client or a peer is told,
-// and after it let go.
+// yet. Ready stores words 3 and 4, then word 0. Withdraw and Free store word 0. Words 5 and 6 are stored before a client or a peer is
+// told, and after it let go.
 const (
 	slotWords    = SlotBytes / 8
 	wordState    = 0
@@ -56,7 +56,7 @@ type SlotState uint32
 
 const (
 	SlotFree    SlotState = 0
-	SlotFilling SlotState = 1 // reserved: bytes of its extents may change at any time
+	SlotFilling SlotState = 1 // reserved: bytes of its extents may change at any time; or withdrawn, if it has Pins or is Granted
 	SlotReady   SlotState = 2
 )
 
@@ -91,7 +91,7 @@ type Slot struct {
 
 // SlotTable is the table of slots of a mapped region. Reads are safe from any process and goroutine, at any time; writes are the
 // owner's, under its lock. The table dies with its Region or Mapping. A write to an attacher's table is a bug and panics, and so
-// is an index out of range in Ready, Free, SetHolds, SetPins and SetGranted; what a peer may name (Load, Check) is checked.
+// is an index out of range in Ready, Withdraw, Free, SetHolds, SetPins and SetGranted; what a peer may name (Load, Check) is checked.
 type SlotTable struct {
 	words    []uint64
 	gen      *uint64 // the generation given last
@@ -161,6 +161,15 @@ func (t *SlotTable) Ready(i int, checksum uint64, hasChecksum bool) {
 		storeWord(&w[wordFlags], flagHasSum)
 	}
 	storeWord(&w[wordState], genOf(now)<<stateBits|uint64(SlotReady))
+}
+
+// Withdraw makes a ready entry one that is filling, under its generation: who looks does not find it, and its blocks stay taken for
+// those who have it pinned or were granted it. Only a ready slot changes.
+func (t *SlotTable) Withdraw(i int) {
+	w := t.writableSlot(i)
+	if now := atomic.LoadUint64(&w[wordState]); stateOf(now) == SlotReady {
+		storeWord(&w[wordState], genOf(now)<<stateBits|uint64(SlotFilling))
+	}
 }
 
 // Free takes the entry out. It must come before any of its blocks is given to another slot.

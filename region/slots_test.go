@@ -400,3 +400,25 @@ func BenchmarkSlotTable(b *testing.B) {
 		}
 	})
 }
+
+func TestAWithdrawnEntryIsNotFoundAndKeepsItsBlocks(t *testing.T) {
+	table := memoryTable(tableGeometry)
+	want := someSlot()
+	want.State, want.Gen = SlotFilling, mustFill(t, table, 2, want)
+	table.Withdraw(2) // not ready: nothing changes
+	wantSlot(t, table, 2, want)
+	table.Ready(2, 123, true)
+	table.SetPins(2, 3)
+	table.SetGranted(2, true)
+	table.Withdraw(2)
+	want.Pins, want.Granted = 3, true
+	wantSlot(t, table, 2, want)
+	if table.Check(2, want.Gen) {
+		t.Error("a withdrawn entry passes for ready")
+	}
+	table.Free(2)
+	table.Withdraw(2)
+	wantSlot(t, table, 2, Slot{Gen: want.Gen})
+	want.Pins, want.Granted, want.Gen = 0, false, mustFill(t, table, 2, someSlot())
+	wantSlot(t, table, 2, want) // of the entry before nothing is left
+}

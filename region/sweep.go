@@ -3,6 +3,7 @@ package region
 import (
 	"bufio"
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -39,7 +40,7 @@ var (
 // Sweep reaps what dead owners and killed creators left in a directory: regions that wait for no restart any more, claims and
 // temporary files. It leaves alone what has a live owner or creator, what is another user's, no regular file, no region by its
 // content, or a region under another's name; the answer says so for each file whose name is one of ours, in order of the names.
-// An error is about the directory only.
+// A region that waits is not even locked, so that its owner's restart is not disturbed. An error is about the directory only.
 func Sweep(o SweepOptions) ([]Swept, error) {
 	dir, err := openDir(cmp.Or(o.Dir, DefaultDir))
 	if err != nil {
@@ -95,31 +96,42 @@ func sweepRegion(dir *os.File, name string, o SweepOptions) (s Swept) {
 		s.Reason = fmt.Sprintf("of version %d of the format, this is %d: the ferry of that version can tell whether it is needed", v, headerVersion)
 		return s
 	}
-	if o.DryRun {
-		if pid := flockOwner(f); pid != 0 {
-			s.Reason = fmt.Sprintf("owned by pid %d, which lives", pid)
-			return s
-		}
-	} else if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		s.Reason = fmt.Sprintf("owned by a live process, pid %d", order.Uint64(page[offOwner:]))
+	if pid := flockOwner(f); pid != 0 {
+		s.Reason = fmt.Sprintf("owned by pid %d, which lives", pid)
 		return s
 	}
-	s.Reason = "its owner is dead"
-	h, err := readHeader(f) // again, now that nobody changes it
-	if err == nil {
-		if want, _ := h.identity.FileName(); want != name {
-			s.Reason = fmt.Sprintf("the region %s under another name", want)
+	reap, why := mayReap(f, name, o)
+	if reap && !o.DryRun {
+		if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+			s.Reason = fmt.Sprintf("locked by a process that is not seen from here, or was not a moment ago; its owner is, or was, pid %d", namedOwner(f))
 			return s
 		}
-		s.Reason = fmt.Sprintf("its owner, pid %d, is dead; %s", h.owner, h.whyNotWaiting())
-		if err := h.waits(f.Name()); err != nil && !o.Force {
-			s.Reason = err.Error()
-			return s
-		} else if err != nil {
-			s.Reason = fmt.Sprintf("its owner, pid %d, is dead", h.owner)
-		}
+		reap, why = mayReap(f, name, o) // again, now that nobody changes it
+	}
+	s.Reason = why
+	if !reap {
+		return s
 	}
 	return s.unlink(dir, name, f, o)
+}
+
+// mayReap says whether a region that has no owner is to be reaped, and why, or why not.
+func mayReap(f *os.File, name string, o SweepOptions) (bool, string) {
+	h, err := readHeader(f)
+	if err != nil {
+		return true, "its owner is dead"
+	}
+	if want, _ := h.identity.FileName(); want != name {
+		return false, fmt.Sprintf("the region %s under another name", want)
+	}
+	switch err := h.waits(f.Name()); {
+	case err == nil:
+		return true, fmt.Sprintf("its owner, pid %d, is dead; %s", h.owner, h.whyNotWaiting())
+	case o.Force:
+		return true, fmt.Sprintf("its owner, pid %d, is dead", h.owner)
+	default:
+		return false, err.Error()
+	}
 }
 
 // sweepLeftover is for what a creator of a region leaves if it is killed.
@@ -142,7 +154,7 @@ func sweepLeftover(dir *os.File, name, region string, o SweepOptions) (s Swept) 
 		return s
 	}
 	// The claim is what makes a temporary file, and the claim itself, ours to remove.
-	c, err := takeClaim(dir, region, 0)
+	c, err := takeClaim(context.Background(), dir, region, 0, 0)
 	if err != nil {
 		s.Reason = err.Error()
 		return s

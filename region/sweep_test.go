@@ -1,11 +1,15 @@
 package region
 
 import (
+	"context"
+	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -127,6 +131,76 @@ func TestSweepReapsWhatNobodyOwnsAndNothingElse(t *testing.T) {
 	}
 	reaped, _ = sweep(t, SweepOptions{Dir: dir, Force: true})
 	check("by force", reaped, map[string]string{name("waits"): "is dead"})
+}
+
+// childSweep DIR: sweeps without a pause until it is killed.
+func childSweep(args []string) {
+	fmt.Println("sweeping")
+	for {
+		must(Sweep(SweepOptions{Dir: args[0]}))
+	}
+}
+
+// Nodes that are restarted together sweep while others adopt.
+func TestSweepsNeverCostARestartItsRegion(t *testing.T) {
+	dir := shmDir(t)
+	deadRegion(t, dir)
+	startChild(t, "sweep", nil, dir).hear()
+	stop, ended := make(chan struct{}), make(chan error, 1)
+	go func() {
+		for {
+			select {
+			case <-stop:
+				ended <- nil
+				return
+			default:
+			}
+			if _, err := Sweep(SweepOptions{Dir: dir}); err != nil {
+				ended <- err
+				return
+			}
+		}
+	}()
+	for i := range 1000 {
+		r, err := Take(t.Context(), keptOptions(dir))
+		if err != nil {
+			t.Fatalf("restart %d: %v", i, err)
+		}
+		if a := r.Slots().Audit(); !r.Adopted() || a.Ready != 1 {
+			_, why := r.Replaced()
+			t.Fatalf("restart %d: adopted: %t (%q), %+v", i, r.Adopted(), why, a)
+		}
+		must(0, r.Close(i == 999))
+	}
+	close(stop)
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+}
+
+// A sweep by force, or one of an older version, may have the lock for a moment.
+func TestALockThatSomebodyElseHasNeverCostsARegionThatWaits(t *testing.T) {
+	dir := shmDir(t)
+	path, epoch, _, pid := deadRegion(t, dir)
+	other := must(os.OpenFile(path, os.O_RDWR, 0))
+	defer other.Close()
+	fd := int(other.Fd())
+	must(0, unix.Flock(fd, unix.LOCK_EX))
+	_, err := Take(t.Context(), keptOptions(dir))
+	if !errors.Is(err, ErrInUse) || !strings.Contains(err.Error(), path) || !strings.Contains(err.Error(), strconv.Itoa(os.Getpid())) ||
+		strings.Contains(err.Error(), strconv.Itoa(pid)) {
+		t.Fatalf("%v; want ErrInUse that names the file and who has it locked, not the dead owner %d", err, pid)
+	}
+	wantFiles(t, dir, smallName)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := Take(ctx, keptOptions(dir)); !errors.Is(err, context.Canceled) {
+		t.Errorf("%v; want the context's", err)
+	}
+	time.AfterFunc(patience/10, func() { _ = unix.Flock(fd, unix.LOCK_UN) })
+	if r := mustTake(t, keptOptions(dir)); !r.Adopted() || r.Epoch() != epoch+1 {
+		t.Errorf("adopted: %t, epoch %d after %d", r.Adopted(), r.Epoch(), epoch)
+	}
 }
 
 func TestTheOwnerOfARegionIsFoundWithoutALock(t *testing.T) {
