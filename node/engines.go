@@ -139,7 +139,7 @@ func (e *engines) accept(sock *net.UnixConn) {
 	}
 	e.counters.accepted.Add(1)
 	e.next++
-	s := &session{e: e, id: e.next, sock: sock, conn: conn, log: e.log.With("conn", e.next), ended: make(chan struct{})}
+	s := &session{e: e, id: e.next, sock: sock, conn: conn, log: e.log.With("conn", e.next), ended: make(chan struct{}), listing: make(chan struct{}, 1)}
 	e.sessions[s.id] = s
 	e.work.Add(1)
 	go func() {

@@ -72,7 +72,7 @@ func (s *session) run() {
 		return
 	}
 	s.reservations, s.pins = map[uint64]*ec.Reservation{}, map[uint64]*ec.Pin{}
-	s.async, s.listing = map[uint64]context.CancelCauseFunc{}, make(chan struct{}, 1)
+	s.async = map[uint64]context.CancelCauseFunc{}
 	s.ctx, s.cancel = context.WithCancel(s.e.ctx)
 	s.greeted.Store(true)
 	s.e.arrivals.info(s.log, "engine connected", "name", s.name, "pid", s.peer.PID, "model", s.pool.Model)
