@@ -100,7 +100,7 @@ type Stats struct {
 	HeldBlocks                                           int // of entries with a hold, filling and pinned ones too
 
 	Entries, Ready, Filling int
-	Quarantined             int // reservations given up that wait for Settle
+	Quarantined             int // reservations given up that wait for Settle, and what AdoptCache withdrew and somebody may read
 	Holds                   int
 
 	Hits, Misses              uint64 // calls of Pin that found the entry ready, that did not
@@ -121,6 +121,7 @@ type slotTable interface {
 	SetHolds(i int, n uint32)
 	SetPins(i int, n uint32)
 	SetGranted(i int, granted bool)
+	Withdraw(i int)
 	Prefetch(i int)
 	Load(i int) (region.Slot, error)
 }
@@ -400,6 +401,6 @@ func (p *Pin) Release() {
 	p.ungrant()
 	e.pins--
 	if e.pins == 0 {
-		e.c.reclass(e)
+		e.c.unpinned(e)
 	}
 }

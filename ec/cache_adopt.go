@@ -18,8 +18,8 @@ type Adopted struct {
 	Entries  int      // ready ones that are served again
 	Bytes    int64    // of these
 	Verified int      // of these, by their checksum
-	Corrupt  []string // keys of ready entries whose bytes did not match their checksum: taken out
-	Dropped  int      // other ready entries that cannot be served: taken out
+	Corrupt  []string // keys of ready entries whose bytes did not match their checksum: withdrawn
+	Dropped  int      // other ready entries that cannot be served: withdrawn
 	Freed    int      // reservations of the dead owner itself, freed
 
 	// Filling is what clients were filling. A client that lives may still write there, so the blocks stay as they are and others
@@ -32,6 +32,8 @@ type Adopted struct {
 	Pinned []*Pin
 	// Granted has a pin for each entry that plain peers may still READ by an agent of the dead owner. The caller releases them when
 	// no such agent lives any more.
+	//
+	// Entries that were withdrawn are among both: nobody finds them, and their blocks are free once the last of their pins is released.
 	Granted []*Pin
 }
 
@@ -72,6 +74,7 @@ type adoption struct {
 	Adopted
 	c              *Cache
 	ready, filling []found
+	withdrawn      []found         // that somebody may be reading
 	named          map[string]bool // keys of chosen ready entries
 	entries        []*entry        // those with holds
 }
@@ -82,9 +85,25 @@ type found struct {
 	slot int
 }
 
+// inUse says whether somebody who was told of the entry may be reading it.
+func (f *found) inUse() bool { return f.Pins > 0 || f.Slot.Granted }
+
 func (a *adoption) free(slot int) {
 	a.c.slots.Free(slot)
 	a.c.freeSlots = append(a.c.freeSlots, int32(slot))
+}
+
+// withdraw takes a ready entry out. Its blocks are free only if nobody may be reading them: a plain peer takes whatever it READs for what
+// it was granted.
+func (a *adoption) withdraw(f found) {
+	if !f.inUse() {
+		a.free(f.slot)
+		return
+	}
+	a.c.slots.SetHolds(f.slot, 0)
+	f.Holds = 0
+	a.c.slots.Withdraw(f.slot)
+	a.withdrawn = append(a.withdrawn, f)
 }
 
 // scan sorts slots by what they hold.
@@ -98,6 +117,8 @@ func (a *adoption) scan() error {
 			a.c.freeSlots = append(a.c.freeSlots, int32(i))
 		case s.State == region.SlotReady:
 			a.ready = append(a.ready, found{s, i})
+		case s.Pins > 0 || s.Granted: // withdrawn by an owner before
+			a.withdrawn = append(a.withdrawn, found{s, i})
 		case s.Key == "" || s.Owner == 0: // torn, or being filled by the dead owner itself
 			a.free(i)
 			a.Freed++
@@ -113,7 +134,7 @@ func (a *adoption) choose() {
 	slices.SortFunc(a.ready, func(x, y found) int { return cmp.Compare(y.Gen, x.Gen) })
 	a.ready = slices.DeleteFunc(a.ready, func(f found) bool {
 		if a.named[f.Key] || !servable(f.Slot) {
-			a.free(f.slot)
+			a.withdraw(f)
 			a.Dropped++
 			return true
 		}
@@ -156,7 +177,7 @@ func (a *adoption) verify(ctx context.Context) error {
 	a.Verified -= len(wrong)
 	a.ready = slices.DeleteFunc(a.ready, func(f found) bool {
 		if wrong[f.slot] {
-			a.free(f.slot)
+			a.withdraw(f)
 			a.Corrupt = append(a.Corrupt, f.Key)
 			delete(a.named, f.Key)
 		}
@@ -178,21 +199,18 @@ func (a *adoption) enter() error {
 		e.sum, e.hasSum = f.Checksum, f.HasChecksum
 		a.c.names.put(e, a.c.names.hash(e.key))
 		a.c.evict.add(e)
-		if f.Pins > 0 {
-			e.pins++
-			p := &Pin{e: e}
-			p.keep()
-			a.Pinned = append(a.Pinned, p)
-		}
-		if f.Slot.Granted {
-			e.pins++
-			p := &Pin{e: e}
-			p.grant()
-			a.Granted = append(a.Granted, p)
-		}
+		a.pin(e, f)
 		a.c.reclass(e)
 		a.Entries++
 		a.Bytes += f.Bytes
+	}
+	for _, f := range a.withdrawn {
+		e, err := a.entry(f, phaseQuarantined)
+		if err != nil {
+			return err
+		}
+		a.pin(e, f)
+		a.c.reclass(e)
 	}
 	slices.SortFunc(a.filling, func(x, y found) int { return cmp.Compare(y.Gen, x.Gen) })
 	for _, f := range a.filling {
@@ -212,6 +230,22 @@ func (a *adoption) enter() error {
 		a.Filling = append(a.Filling, &Reservation{e, e.gen, e.key})
 	}
 	return nil
+}
+
+// pin makes the pins for those who may be reading an entry.
+func (a *adoption) pin(e *entry, f found) {
+	if f.Pins > 0 {
+		e.pins++
+		p := &Pin{e: e}
+		p.keep()
+		a.Pinned = append(a.Pinned, p)
+	}
+	if f.Slot.Granted {
+		e.pins++
+		p := &Pin{e: e}
+		p.grant()
+		a.Granted = append(a.Granted, p)
+	}
 }
 
 // entry takes the blocks of a slot.
@@ -300,15 +334,30 @@ func (p *Pin) ungrant() {
 	if !p.granted {
 		return
 	}
-	if p.e.granted--; p.e.granted == 0 {
+	if p.e.granted--; p.e.granted == 0 && !p.settles() {
 		p.e.c.slots.SetGranted(p.e.slot, false)
 	}
 }
 
 // unkeep is called by Release.
 func (p *Pin) unkeep() {
-	if p.stored {
-		p.e.stored--
+	if !p.stored {
+		return
+	}
+	if p.e.stored--; !p.settles() {
 		p.e.c.slots.SetPins(p.e.slot, uint32(p.e.stored))
 	}
+}
+
+// settles says that the slot of a withdrawn entry is freed with this pin, in one store: without pins and grants it would look like a
+// client's reservation.
+func (p *Pin) settles() bool { return p.e.phase == phaseQuarantined && p.e.pins == 1 }
+
+// unpinned is called when an entry has lost its last pin.
+func (c *Cache) unpinned(e *entry) {
+	if e.phase == phaseQuarantined {
+		c.settle(e)
+		return
+	}
+	c.reclass(e)
 }

@@ -267,6 +267,96 @@ func TestOfTwoReadyEntriesOfOneKeyTheNewerIsServed(t *testing.T) {
 	}
 }
 
+// V1: a plain peer takes what it READs on an old ack for what it was granted, whoever's bytes these are by then.
+func TestWhatARestartWithdrawsKeepsItsBlocksWhileSomebodyMayReadThem(t *testing.T) {
+	const blocks = 8
+	g := region.Geometry{BlockBytes: testBlock, Blocks: blocks, Slots: 6}
+	for why, odd := range map[string]func(s *region.Slot){
+		"bytes are not those of the checksum": func(s *region.Slot) { s.Checksum, s.HasChecksum = 1, true },
+		"twice":                               func(s *region.Slot) { s.Key = "twice" },
+		"cannot be served":                    func(s *region.Slot) { s.Dtype = "torch.qint9" },
+	} {
+		for who, use := range map[string]struct {
+			pins    uint32
+			granted bool
+		}{"a client": {2, false}, "a plain peer": {0, true}, "both": {3, true}, "nobody": {0, false}} {
+			t.Run(why+", read by "+who, func(t *testing.T) {
+				table := newAuditTable(t, g.Slots)
+				fill := func(i int, s region.Slot) {
+					sum, has := s.Checksum, s.HasChecksum
+					if _, err := table.Fill(i, &s); err != nil {
+						t.Fatal(err)
+					}
+					table.Ready(i, sum, has)
+				}
+				s := region.Slot{Key: "k", Dtype: "torch.bfloat16", Shape: []int64{2, testBlock / 2}, Bytes: 2 * testBlock,
+					Extents: []region.Extent{{Start: 3, Count: 2}}, Owner: 7, Holds: 2}
+				odd(&s)
+				fill(1, s)
+				table.SetPins(1, use.pins)
+				table.SetGranted(1, use.granted)
+				fill(4, region.Slot{Key: "twice", Dtype: "torch.bfloat16", Shape: []int64{1, testBlock / 2}, Bytes: testBlock,
+					Extents: []region.Extent{{Start: 7, Count: 1}}})
+
+				pool := make([]byte, g.PoolBytes())
+				taken := use.pins > 0 || use.granted
+				for life := range 3 { // each dies before it has let go
+					c, a, err := adoptCache(t.Context(), CacheOptions{}, g, pool, table)
+					if err != nil {
+						t.Fatal(err)
+					}
+					if err := c.check(); err != nil {
+						t.Fatal(err)
+					}
+					if len(a.Pinned) > 0 != (use.pins > 0) || len(a.Granted) > 0 != use.granted || a.Entries != 1 || len(a.Filling)+a.Freed != 0 {
+						t.Fatalf("life %d: %+v", life, a)
+					}
+					if gone := a.Dropped + len(a.Corrupt); life == 0 && gone != 1 || life > 0 && gone != 0 {
+						t.Errorf("life %d: %+v", life, a)
+					}
+					if info, state := c.Lookup("k"); state != Absent {
+						t.Errorf("it is still found: %+v", info)
+					}
+					want := blocks - 1
+					if taken {
+						want -= 2
+					}
+					if st := c.Stats(); st.FreeBlocks != want || st.QuarantinedBlocks != blocks-1-want || st.Entries != 1 {
+						t.Fatalf("life %d: %+v, want %d free blocks", life, st, want)
+					}
+					other := put(t, c, "k", 2) // the key is another's, in other blocks
+					if taken && overlap(other.Extents, s.Extents) {
+						t.Fatal("blocks that are read were given away")
+					}
+					if err := c.Remove("k"); err != nil {
+						t.Fatal(err)
+					}
+					if life < 2 {
+						continue
+					}
+					pins := append(a.Granted, a.Pinned...)
+					for i, p := range pins {
+						if free := c.Stats().FreeBlocks; free != want {
+							t.Errorf("%d blocks are free after %d of %d pins", free, i, len(pins))
+						}
+						p.Release()
+						p.Release()
+						if err := c.check(); err != nil {
+							t.Fatal(err)
+						}
+					}
+					if st := c.Stats(); st.FreeBlocks != blocks-1 || st.QuarantinedBlocks != 0 {
+						t.Errorf("in the end %+v", st)
+					}
+					if len(pins) > 0 && table.slots[1].State != region.SlotFree {
+						t.Errorf("its slot is %+v", table.slots[1])
+					}
+				}
+			})
+		}
+	}
+}
+
 // Whatever a node did before it died, the next one has the same ready entries, gives no block away that somebody may still use,
 // and loses none.
 func TestRestartAfterAnything(t *testing.T) {

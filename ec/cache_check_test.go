@@ -32,7 +32,7 @@ func (c *Cache) check() error {
 		}
 		want := region.Slot{
 			State: region.SlotFilling, Gen: e.gen, Key: e.key, Dtype: e.dtype, Shape: e.shape[:], Bytes: e.bytes,
-			Extents: e.extents, Owner: e.owner, Holds: uint32(e.holds), Pins: uint32(e.stored),
+			Extents: e.extents, Owner: e.owner, Holds: uint32(e.holds), Pins: uint32(e.stored), Granted: e.granted > 0,
 		}
 		if e.hasSum {
 			want.Checksum, want.HasChecksum = e.sum, true
@@ -220,17 +220,30 @@ func (a *auditTable) SetHolds(i int, n uint32) {
 }
 
 func (a *auditTable) SetPins(i int, n uint32) {
-	if a.slots[i].State != region.SlotReady {
+	if s := a.slots[i]; s.State != region.SlotReady && !withdrawn(s) {
 		a.t.Errorf("SetPins of slot %d, which is %+v", i, a.slots[i])
 	}
 	a.slots[i].Pins = n
 }
 
 func (a *auditTable) SetGranted(i int, granted bool) {
-	if a.slots[i].State != region.SlotReady {
+	if s := a.slots[i]; s.State != region.SlotReady && !withdrawn(s) {
 		a.t.Errorf("SetGranted of slot %d, which is %+v", i, a.slots[i])
 	}
 	a.slots[i].Granted = granted
+}
+
+func (a *auditTable) Withdraw(i int) {
+	s := &a.slots[i]
+	if s.State = region.SlotFilling; !withdrawn(*s) {
+		a.t.Errorf("Withdraw of slot %d, which is %+v", i, *s)
+	}
+	s.Checksum, s.HasChecksum = 0, false
+}
+
+// withdrawn tells a slot that was ready from one that is being filled.
+func withdrawn(s region.Slot) bool {
+	return s.State == region.SlotFilling && (s.Pins > 0 || s.Granted)
 }
 
 func (a *auditTable) Prefetch(int) {}

@@ -215,9 +215,13 @@ func (q *Quarantined) Settle() {
 	c, e := q.e.c, q.e
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if !(*Reservation)(q).is(phaseQuarantined) {
-		return
+	if (*Reservation)(q).is(phaseQuarantined) {
+		c.settle(e)
 	}
+}
+
+// settle frees what is quarantined.
+func (c *Cache) settle(e *entry) {
 	e.phase = phaseGone
 	c.reclass(e)
 	c.vacate(e)
