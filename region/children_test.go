@@ -147,10 +147,12 @@ func childAttach(args []string) {
 	}
 }
 
-// childRlimit DIR: creates under a limit on file sizes of 64 KiB, whose signal would end it.
+// childRlimit DIR: creates, then only asks, under a limit on file sizes of 64 KiB, whose signal would end it.
 func childRlimit(args []string) {
 	must(0, unix.Setrlimit(unix.RLIMIT_FSIZE, &unix.Rlimit{Cur: 64 << 10, Max: 64 << 10}))
 	_, err := Create(context.Background(), smallOptions(args[0]))
 	var space *SpaceError
+	fmt.Println(errors.As(err, &space), err)
+	_, err = CheckSpace(args[0], smallOptions(args[0]).Geometry)
 	fmt.Println(errors.As(err, &space), err)
 }

@@ -42,14 +42,56 @@ const (
 	fixHost = "ask for less, or end something: shared memory is memory"
 )
 
+// CheckSpace says whether new regions of these geometries fit into dir together, as Create asks before it makes one: *SpaceError if they
+// do not. asked is the size of all files, in bytes. It knows nothing of files that a restart would go on with, or that Create would reap.
+// ErrOptions: a geometry is impossible. Other errors are about the directory.
+func CheckSpace(dir string, gs ...Geometry) (asked int64, err error) {
+	var largest int64
+	for _, g := range gs {
+		if g.Slots == 0 {
+			g.Slots = DefaultSlots(g.Blocks)
+		}
+		if err := g.validate(); err != nil {
+			return 0, err
+		}
+		if asked > math.MaxInt64-g.fileBytes() {
+			return 0, fmt.Errorf("%w: all pools together do not fit an address space", ErrOptions)
+		}
+		asked += g.fileBytes()
+		largest = max(largest, g.fileBytes())
+	}
+	d, err := openDir(dir)
+	if err != nil {
+		return asked, err
+	}
+	defer d.Close()
+	if err := checkFileSize(dir, largest); err != nil {
+		return asked, err
+	}
+	return asked, checkRoom(d, dir, asked, 0)
+}
+
 // checkSpace asks beforehand, because the system's own answers are worse: over RLIMIT_FSIZE it sends SIGXFSZ, and over a memory
 // limit it may kill. What changes between the look and the reservation is caught there (spaceFrom). back counts as free: it is what
 // will have been given back by then.
 func checkSpace(dir *os.File, path string, size, back int64) error {
+	if err := checkFileSize(path, size); err != nil {
+		return err
+	}
+	return checkRoom(dir, path, size, back)
+}
+
+// checkFileSize is about one file.
+func checkFileSize(path string, size int64) error {
 	var lim unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &lim); err == nil && lim.Cur < uint64(size) {
 		return &SpaceError{Path: path, Asked: size, Free: int64(lim.Cur), Limit: "RLIMIT_FSIZE", Fix: fixRlimit}
 	}
+	return nil
+}
+
+// checkRoom is about so many bytes of files, however many.
+func checkRoom(dir *os.File, path string, size, back int64) error {
 	v, err := volumeOf(dir)
 	if err != nil {
 		return err

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io/fs"
 	"math"
 	"os"
 	"os/exec"
@@ -248,6 +249,47 @@ func TestLimitOnFileSizesIsASpaceErrorAndNotASignal(t *testing.T) {
 		t.Error(got)
 	}
 	wantFiles(t, dir)
+}
+
+// C52: what is asked beforehand is what the start asks.
+func TestWhatFitsBeforehandIsWhatCanBeMade(t *testing.T) {
+	dir := t.TempDir()
+	g := smallOptions(dir).Geometry
+	if asked, err := CheckSpace(dir, g, g); asked != 2*g.fileBytes() || err != nil {
+		t.Errorf("%d bytes, %v; want %d", asked, err, 2*g.fileBytes())
+	}
+	g.Slots = 0
+	if asked, err := CheckSpace(dir, g); asked != (Geometry{g.BlockBytes, g.Blocks, g.Blocks}).fileBytes() || err != nil {
+		t.Errorf("%d bytes with the default number of slots, %v", asked, err)
+	}
+	if _, err := CheckSpace(dir, Geometry{BlockBytes: 1 << 20, Blocks: MaxBlocks + 1}); !errors.Is(err, ErrOptions) {
+		t.Errorf("%v; want ErrOptions", err)
+	}
+	if _, err := CheckSpace(filepath.Join(dir, "none"), g); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("%v; want that of a directory that is not there", err)
+	}
+	if c := startChild(t, "rlimit", nil, dir); !strings.HasPrefix(c.hear(), "true ") || !strings.HasPrefix(c.hear(), "true ") {
+		t.Error("the limit on file sizes was not seen beforehand")
+	}
+	if !inPrivateMounts(t) {
+		return
+	}
+	o := sized(mountTmpfs(t, "size=64m"), 63)
+	_, err := CheckSpace(o.Dir, o.Geometry)
+	if err != nil {
+		t.Errorf("%v, and it can be made", err)
+	}
+	o.Geometry.Slots = 4096 // 2 MiB more
+	_, err = CheckSpace(o.Dir, o.Geometry)
+	s := wantSpace(t, err, o.Dir, o.Geometry.fileBytes(), "--shm-size")
+	_, made := Create(t.Context(), o)
+	if w := wantSpace(t, made, o.Dir, o.Geometry.fileBytes()); w.Free != s.Free || w.Limit != s.Limit {
+		t.Errorf("%v beforehand, then %v", err, made)
+	}
+	o.Dir = mountTmpfs(t, "size=0")
+	if _, err := CheckSpace(o.Dir, sized(o.Dir, 4).Geometry); err != nil {
+		t.Errorf("a tmpfs without a size: %v", err)
+	}
 }
 
 func TestSystemErrorsOfSpaceBecomeASpaceErrorAndOthersStay(t *testing.T) {
