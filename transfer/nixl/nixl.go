@@ -11,6 +11,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	binding "github.com/tensorferry/tensorferry/nixl"
@@ -96,6 +97,7 @@ type Plane struct {
 	o       Options
 	library *binding.Library // agents in this process only
 	fetch   *fetcher
+	leaves  atomic.Bool // see LeaveFormers
 
 	mu       sync.Mutex
 	closed   bool

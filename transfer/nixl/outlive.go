@@ -1,6 +1,7 @@
 package nixl
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -156,6 +157,39 @@ func (o *outliving) sameRegion(w *wire) (epoch uint64, err error) {
 	}
 	epoch, _, err = region.Waiting(o.file)
 	return epoch, err
+}
+
+// HandBack is for an owner that gives the region in f up, so that it waits on: it leaves the serve agents of a process that died to the next
+// owner. They would end successorGrace after the region got another owner than theirs. The caller still owns the region, and nothing of its own
+// serves it. Agents that do not answer are left as they are; the error says so.
+func HandBack(ctx context.Context, f *os.File) error {
+	var errs []error
+	for i := range region.Servers {
+		free, err := serverGone(f, i)
+		if err == nil && !free {
+			err = handBack(ctx, f, i)
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("serve agent %d of the node before: %w", i, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func handBack(ctx context.Context, f *os.File, i int) error {
+	name, err := socketName(f, i)
+	if err != nil {
+		return err
+	}
+	c, err := net.DialUnix("unix", nil, name)
+	if err != nil {
+		return fmt.Errorf("nixl: it cannot be reached: %w", err)
+	}
+	defer c.Close() // it is alone again then, and belongs to the owner of now
+	if cred, err := peerOf(c); err != nil || int(cred.Uid) != os.Geteuid() {
+		return errors.Join(errors.New("nixl: its socket is not this user's"), err)
+	}
+	return (&former{wire: wireOf(c), file: f}).claim(ctx)
 }
 
 // silence points what the process prints at nothing: the pipe of the dead plane would end it.

@@ -5,7 +5,9 @@ import (
 	"context"
 	"encoding/hex"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"os"
@@ -268,6 +270,82 @@ func TestAgentsOutliveTwoNodes(t *testing.T) {
 	must(t, reg.Close())
 	for _, pid := range append(first.Agents, second.Agents...) {
 		transfertest.Eventually(t, "the agents to end", func() bool { return gone(pid) })
+	}
+}
+
+// A start that fails gives the region up again, and warm peers must not notice.
+func TestAgentsThatWereTakenOverCanBeLeftToTheNextNode(t *testing.T) {
+	o := regionOptions(shmDir(t), time.Hour)
+	first := startOwner(t, o)
+	first.kill()
+	warm := add(t, newPlane(t, processes(t)), first.metadata(t))
+	for try := range 2 {
+		r, m, err := take(t.Context(), o)
+		must(t, err)
+		p := newPlane(t, outlivingOptions(t))
+		p.LeaveFormers(true)
+		reg := register(t, p, m)
+		if len(reg.formers) != 2 {
+			t.Errorf("try %d: %d agents taken over, want 2", try, len(reg.formers))
+		}
+		over, _ := reg.Former()
+		own := reg.pid()
+		must(t, reg.Close())
+		must(t, reg.Close())
+		must(t, pull(t, warm, make([]byte, 4096)))
+		select {
+		case <-over:
+			t.Error("said to be over")
+		default:
+		}
+		if !gone(own) {
+			t.Error("the agent of the start that failed lives on")
+		}
+		must(t, HandBack(t.Context(), m.File))
+		must(t, pull(t, warm, make([]byte, 4096)))
+		must(t, m.File.Close())
+		must(t, r.Close(false))
+	}
+	r, m, err := take(t.Context(), o)
+	must(t, err)
+	defer func() { must(t, r.Close(true)) }()
+	defer m.File.Close()
+	must(t, register(t, newPlane(t, outlivingOptions(t)), m).Close())
+	for _, pid := range first.Agents {
+		transfertest.Eventually(t, "the agents to end", func() bool { return gone(pid) })
+	}
+}
+
+// An agent bounds how long its region may have another owner than its own: an owner that gave the region up must not count.
+func TestAnAgentThatIsHandedBackBelongsToTheOwnerOfThen(t *testing.T) {
+	o := regionOptions(shmDir(t), time.Hour)
+	r, m, err := take(t.Context(), o)
+	must(t, err)
+	served, err := r.Reopen(false)
+	must(t, err)
+	defer served.Close()
+	agent, err := outlive(served, r.Epoch())
+	must(t, err)
+	defer agent.listener.Close()
+	must(t, m.File.Close())
+	must(t, r.Close(false))
+	r, m, err = take(t.Context(), o)
+	must(t, err)
+	defer func() { must(t, r.Close(true)) }()
+	defer m.File.Close()
+	if !r.Adopted() || r.Epoch() == agent.epoch {
+		t.Fatalf("adopted %v, epoch %d, was %d", r.Adopted(), r.Epoch(), agent.epoch)
+	}
+	handed := make(chan error, 1)
+	go func() { handed <- HandBack(t.Context(), m.File) }()
+	w := agent.claimed(<-agent.claims)
+	must(t, <-handed)
+	if w == nil || agent.epoch != r.Epoch() {
+		t.Fatalf("epoch %d, want %d", agent.epoch, r.Epoch())
+	}
+	defer w.conn.Close()
+	if f, err := w.next(); !errors.Is(err, io.EOF) {
+		t.Errorf("%+v, %v: not left alone again", f, err)
 	}
 }
 

@@ -24,6 +24,7 @@ type Registration struct {
 	epoch   uint64 // of the region, if so
 	formers []*former
 	gone    chan struct{} // closed when all of these are; nil: there are none
+	left    chan struct{} // closed when they were left to the next owner: gone never is, then
 
 	cur atomic.Pointer[incarnation] // nil: none is up
 
@@ -69,10 +70,14 @@ func newRegistration(ctx context.Context, p *Plane, m *memory, notify func(trans
 	}
 	r.keeper.Go(r.keep)
 	if len(formers) > 0 {
-		r.formers, r.gone = formers, make(chan struct{})
+		r.formers, r.gone, r.left = formers, make(chan struct{}), make(chan struct{})
 		go func() {
 			for _, f := range formers {
-				<-f.isOver
+				select {
+				case <-f.isOver:
+				case <-r.left:
+					return
+				}
 			}
 			close(r.gone)
 		}()
@@ -265,7 +270,7 @@ func (r *Registration) Rotate(ctx context.Context) (end func(), err error) {
 // Former is about the serve agents of a process that died which Register has taken over, see Options.Outlive. They serve peers that
 // know them what that process granted, and nobody knows how many acks name them; Agent and Metadata never do. Until gone is closed, which
 // is when all of them are over, that memory must not change. gone is nil if there are none. end ends them and returns then; when it is time
-// for that, Rotate says. Close ends them too.
+// for that, Rotate says. Close ends them too, unless they are to be left (Plane.LeaveFormers); end must not be called after that.
 func (r *Registration) Former() (gone <-chan struct{}, end func()) {
 	if r.gone == nil {
 		return nil, nil
@@ -340,7 +345,27 @@ func (r *Registration) stop() {
 	for _, i := range old {
 		i.agent.end()
 	}
+	if len(r.formers) > 0 && r.plane.leaves.Load() {
+		r.formersLeft()
+		return
+	}
 	for _, f := range r.formers {
 		f.end()
 	}
 }
+
+func (r *Registration) formersLeft() {
+	select {
+	case <-r.left:
+	default:
+		close(r.left)
+	}
+	for _, f := range r.formers {
+		f.leave()
+	}
+	r.formers = nil
+}
+
+// LeaveFormers says whether closing a registration leaves the agents that Register took over (see Registration.Former) to the next owner
+// of the region, and does not end them: for an owner that may yet give the region up, as in a start that fails.
+func (p *Plane) LeaveFormers(leave bool) { p.leaves.Store(leave) }
