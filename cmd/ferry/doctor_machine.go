@@ -13,26 +13,49 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/tensorferry/tensorferry/node"
+	"github.com/tensorferry/tensorferry/region"
 )
 
+// checkShm asks what the start of a node would ask. A node's file is more than its pool, and the file system is not the only limit.
 func checkShm(c node.Config) finding {
-	dir, wanted := cmp.Or(c.ShmDir, node.DefaultShmDir), wantedBytes(c)
+	dir := cmp.Or(c.ShmDir, node.DefaultShmDir)
 	var st unix.Statfs_t
 	if err := unix.Statfs(dir, &st); err != nil {
 		return finding{"shm", fail, fmt.Sprintf("%s: %v", dir, err), "name a directory on a tmpfs with --shm-dir"}
 	}
-	free, total := int64(st.Bavail)*st.Bsize, int64(st.Blocks)*st.Bsize
-	text := fmt.Sprintf("%s: %s free of %s (%d of %d bytes)", dir, bytesText(free), bytesText(total), free, total)
-	if wanted > 0 {
-		text += fmt.Sprintf(", %s wanted", bytesText(wanted))
+	text := dir + ": no limit of its own"
+	if st.Blocks > 0 {
+		free, total := int64(st.Bavail)*st.Bsize, int64(st.Blocks)*st.Bsize
+		text = fmt.Sprintf("%s: %s free of %s (%d of %d bytes)", dir, bytesText(free), bytesText(total), free, total)
 	}
+	asked, err := region.CheckSpace(dir, geometries(c)...)
+	if asked > 0 {
+		text += fmt.Sprintf(", %s wanted (%d bytes, pools with their tables)", bytesText(asked), asked)
+	}
+	var space *region.SpaceError
 	switch {
-	case wanted > free:
-		return finding{"shm", fail, text, "ask for less with --ec-cpu-bytes, or make it larger: docker run --shm-size, or in Kubernetes an emptyDir of medium Memory at " + dir}
+	case errors.As(err, &space):
+		return finding{"shm", fail, fmt.Sprintf("%s; %s has %s (%d bytes) left", text, space.Limit, bytesText(space.Free), space.Free), space.Fix}
+	case err != nil:
+		return finding{"shm", fail, text + ": " + err.Error(), "give --ec-cpu-bytes and --block-bytes as they are to be"}
 	case st.Type != unix.TMPFS_MAGIC:
 		return finding{"shm", warn, text + ", not a tmpfs", "encodings would be written back to a disk; name a directory on a tmpfs with --shm-dir"}
 	}
 	return finding{"shm", good, text, ""}
+}
+
+// geometries are those of the pools; what cannot be read is left out, checkConfig has said so. Before the bytes of a block are known they
+// count as 1 MiB.
+func geometries(c node.Config) (all []region.Geometry) {
+	for _, p := range c.Pools {
+		size, err := node.ParseBytes(p.ECCPUBytes)
+		if err != nil || size <= 0 || p.Slots < 0 || p.BlockBytes < 0 {
+			continue
+		}
+		block := cmp.Or(p.BlockBytes, 1<<20)
+		all = append(all, region.Geometry{BlockBytes: block, Blocks: int(max(size/block, 1)), Slots: p.Slots})
+	}
+	return all
 }
 
 func checkKernel() finding {

@@ -179,7 +179,9 @@ func (d *peerDoctor) control(ctx context.Context) (found []finding, alive bool, 
 		fix := ""
 		switch r.Outcome {
 		case ec.FetchUnreachable, ec.FetchTimedOut:
-			fix = "is the node up, does it listen on that address and not on loopback only, does a firewall let the port through?"
+			said, why := d.accepts(ctx, r.Elapsed)
+			text += said
+			fix = why
 		case ec.FetchIncompatible:
 			fix = "give doctor, and each node, the same model, dtype, block bytes, vLLM version and ec-protocol"
 		}
@@ -187,6 +189,20 @@ func (d *peerDoctor) control(ctx context.Context) (found []finding, alive bool, 
 	}
 	return []finding{{"control path", good, fmt.Sprintf("%s answers and is compatible; connected in %s, round trip %s",
 		d.address(), times[0].Round(10*time.Microsecond), times[1].Round(10*time.Microsecond)), ""}}, true, nil
+}
+
+// accepts looks at a peer that did not answer by TCP alone. The kernel takes connections for a process that is stopped, too.
+func (d *peerDoctor) accepts(ctx context.Context, waited time.Duration) (said, fix string) {
+	conn, err := ask(ctx, d.limit, func(ctx context.Context) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "tcp", d.address())
+	})
+	if err != nil {
+		return fmt.Sprintf("; a TCP connection fails, too: %v", err),
+			"is the node up, does it listen on that address and not on loopback only, does a firewall let the port through?"
+	}
+	_ = conn.Close()
+	return fmt.Sprintf("; TCP connections to it are accepted, but no answer came in %s", waited.Round(10*time.Millisecond)),
+		"the process that listens there may be stopped (SIGSTOP, a debugger, a container that is frozen) or overloaded, or be no node"
 }
 
 // probe pulls the block of known bytes.

@@ -1,7 +1,15 @@
 package main
 
 import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"path/filepath"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/tensorferry/tensorferry/node"
@@ -24,20 +32,89 @@ func TestDoctorShowsTheEnvironmentInForce(t *testing.T) {
 	}
 }
 
+// What the kernel of a peer answers is not taken for the peer.
+func TestDoctorTellsAPeerThatIsStoppedFromOneThatIsNotThere(t *testing.T) {
+	dir := shortDir(t)
+	_, env := shmDir(t)
+	args := nodeArgs(filepath.Join(dir, "n"))
+	cmd, ready, _ := startProgram(t, ferry(t, []string{env}, args...))
+	var r node.Ready
+	if err := json.Unmarshal([]byte(ready), &r); err != nil {
+		t.Fatal(err)
+	}
+	doctor := func() string {
+		t.Helper()
+		peer := net.JoinHostPort(r.PeerHost, strconv.Itoa(r.PeerPort))
+		d := ferry(t, []string{env}, append([]string{"doctor", "--peer", peer, "--timeout", "1s", "--planes", "tcp", "--timeouts-connect", "200ms"}, args[3:]...)...)
+		out, err := d.Output()
+		if d.ProcessState.ExitCode() != exitFailed {
+			t.Fatalf("%v\n%s", err, out)
+		}
+		_, line, _ := strings.Cut(string(out), "control path")
+		line, _, _ = strings.Cut(line, "\n")
+		return line
+	}
+	if err := cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	got := doctor()
+	t.Log(got)
+	if !strings.Contains(got, "TCP connections to it are accepted, but no answer came in ") || !strings.Contains(got, "SIGSTOP") || strings.Contains(got, "firewall") {
+		t.Errorf("of one that is stopped: %s", got)
+	}
+	if err := errors.Join(cmd.Process.Signal(syscall.SIGCONT), cmd.Process.Signal(syscall.SIGTERM), cmd.Wait()); err != nil {
+		t.Fatal(err)
+	}
+	if got = doctor(); !strings.Contains(got, "a TCP connection fails, too") || !strings.Contains(got, "firewall") {
+		t.Errorf("of one that is gone: %s", got)
+	}
+}
+
 // C52: free, total and wanted are all said, in bytes too.
 func TestDoctorComparesSharedMemoryWithWhatIsWanted(t *testing.T) {
 	c := node.DefaultConfig()
-	c.Pools = []node.PoolConfig{{ECCPUBytes: "1KiB"}}
-	if f := checkShm(c); f.Verdict != good || !strings.Contains(f.Detail, "bytes), 1024 bytes wanted") {
+	c.Pools = []node.PoolConfig{{ECCPUBytes: "1KiB", BlockBytes: 256, Slots: 512}}
+	const file = 320<<10 + 1<<10 // header and clients, 36 KiB, and slots, 256 KiB, in steps of 64 KiB, then the pool
+	if f := checkShm(c); f.Verdict != good || !strings.Contains(f.Detail, fmt.Sprintf("bytes), %d bytes wanted (%d bytes", file, file)) {
 		t.Errorf("%+v", f)
 	}
-	c.Pools = append(c.Pools, node.PoolConfig{ECCPUBytes: "9000TiB"})
+	c.Pools = append(c.Pools, node.PoolConfig{ECCPUBytes: "1000TiB"})
 	if f := checkShm(c); f.Verdict != fail || !strings.Contains(f.Fix, "--shm-size") || !strings.Contains(f.Fix, "emptyDir") {
+		t.Errorf("%+v", f)
+	}
+	c.Pools = []node.PoolConfig{{ECCPUBytes: "1000TiB", BlockBytes: 1}}
+	if f := checkShm(c); f.Verdict != fail || !strings.Contains(f.Detail, "blocks") {
 		t.Errorf("%+v", f)
 	}
 	c.ShmDir = t.TempDir()
 	c.Pools = nil
 	if f := checkShm(c); f.Verdict == fail {
 		t.Errorf("%+v", f)
+	}
+}
+
+// An interrupted start ends with 0 only if nothing else went wrong.
+func TestAnErrorBesideTheContextsIsNotTakenForIt(t *testing.T) {
+	other := errors.New("region: unlink: read-only file system")
+	wrapped := fmt.Errorf("%w: ec_cpu_bytes: %w", node.ErrConfig, fmt.Errorf("adopting: %w", context.Canceled))
+	for _, c := range []struct {
+		err  error
+		want bool
+	}{
+		{context.Canceled, true},
+		{wrapped, true},
+		{fmt.Errorf("%w: planes: %v", node.ErrConfig, context.Canceled), true},
+		{errors.Join(wrapped, nil), true},
+		{errors.Join(wrapped, context.Canceled), true},
+		{fmt.Errorf("starting: %w", errors.Join(context.Canceled, wrapped)), true},
+		{other, false},
+		{errors.Join(wrapped, other), false},
+		{errors.Join(context.Canceled, errors.Join(other)), false},
+		{fmt.Errorf("starting: %w", errors.Join(context.Canceled, fmt.Errorf("ending region: %w", other))), false},
+		{context.DeadlineExceeded, false},
+	} {
+		if got := only(c.err, context.Canceled); got != c.want {
+			t.Errorf("%q: %t", c.err, got)
+		}
 	}
 }

@@ -3,7 +3,10 @@ package main
 import (
 	"context"
 	"errors"
+	"io"
 	"os"
+	"reflect"
+	"slices"
 	"strings"
 	"time"
 
@@ -49,7 +52,7 @@ second one ends it at once.`,
 func (a *app) node(ctx context.Context, c node.Config) error {
 	n, err := node.Start(ctx, c, a.log)
 	switch {
-	case err != nil && ctx.Err() != nil:
+	case err != nil && ctx.Err() != nil && only(err, ctx.Err()):
 		return nil // told to end while it started, and it left nothing behind
 	case errors.Is(err, node.ErrConfig):
 		return usageError{err}
@@ -67,6 +70,20 @@ func (a *app) node(ctx context.Context, c node.Config) error {
 	defer cancel()
 	return errors.Join(err, n.Close(end))
 }
+
+// only says whether an error is target and nothing else. Errors that were joined happened beside each other, so each has to be; any
+// other error is one, whatever it wraps.
+func only(err, target error) bool {
+	if joined, ok := err.(interface{ Unwrap() []error }); ok && reflect.TypeOf(err) == joinedType {
+		return !slices.ContainsFunc(joined.Unwrap(), func(e error) bool { return !only(e, target) })
+	}
+	if inner := errors.Unwrap(err); inner != nil {
+		return only(inner, target)
+	}
+	return errors.Is(err, target) || strings.Contains(err.Error(), target.Error()) // agents' processes say it in words
+}
+
+var joinedType = reflect.TypeOf(errors.Join(io.EOF))
 
 // configFlags are the flags of a node's configuration: one a key, and --config.
 type configFlags struct {
@@ -102,7 +119,7 @@ var configHelp = map[string]string{
 	"region_mode":            "permission bits of the region file, octal",
 	"shm_dir":                "directory of the region file, on a tmpfs",
 	"side_channel":           "HOST:PORT on which peers ask; port 0 is any free one",
-	"slots":                  "entries that the pool can hold at most; 0 is as many as blocks",
+	"slots":                  "entries that the pool can hold at most; 0 is a quarter of its blocks, 4,096 to 262,144",
 	"socket":                 "path of the unix socket for engines",
 	"timeouts.ack_own":       "wait for an ack of one of our own nodes",
 	"timeouts.ack_plain":     "wait for an ack of a plain peer",
