@@ -23,7 +23,7 @@ func (gr granted) tell(op wire.Op, reason string) {
 }
 
 // stands says that a claim at a producer of ours has not ended by itself: its connection is up, and its time, which began after it was
-// asked for, is not over. The two have one clock if the one sees the other's slot table.
+// asked for, is not over. A producer's Margin is for clocks that differ.
 func (gr granted) stands() bool {
 	f := gr.m.Ferry
 	if gr.s == nil || f == nil || time.Since(gr.asked) >= time.Duration(f.LeaseMS)*time.Millisecond {

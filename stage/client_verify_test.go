@@ -131,7 +131,7 @@ func forward(t testing.TB, to Endpoint, ended <-chan struct{}) Endpoint {
 }
 
 func TestAConnectionThatIsLostBetweenAVerifyAndItsAnswerDoesNotUseThePayloadUp(t *testing.T) {
-	from, to := newLink(t, 4<<20, noInline), newLink(t, 0, onlyTCP(t, 4<<20), noInline, onlyGets)
+	from, to := newLink(t, 4<<20, noInline, impatient), newLink(t, 4<<20, noInline, onlyGets)
 	v := bytesOf(t, 100_000, 1)
 	p := mustPut(t, from, "k", v, PutOptions{})
 	at := forward(t, from.Endpoint(), p.Released())

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"path/filepath"
 	"testing"
+	"time"
 
 	"github.com/tensorferry/tensorferry/stage/slab"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -58,7 +59,7 @@ func slabOver(t testing.TB, dir, name string, bytes int64, planes ...transfer.Pl
 	return s
 }
 
-// onlyTCP gives a link a slab whose readers and reads see no slot table, so that they ask for all that they read.
+// onlyTCP gives a link a slab whose reads see no slot table.
 func onlyTCP(t testing.TB, bytes int64) func(*LinkOptions) {
 	return func(o *LinkOptions) { o.Slab = slabOver(t, t.TempDir(), "tcp", bytes, overTCP(t)) }
 }
@@ -94,6 +95,10 @@ func newLink(t testing.TB, bytes int64, set ...func(*LinkOptions)) *Link {
 func withSum(o *LinkOptions)  { o.Sum = true }
 func onlyGets(o *LinkOptions) { o.Bind = nil }
 func noInline(o *LinkOptions) { o.Client.Inline = -1 }
+
+// impatient has the readers of a link ask whether their claims held, all of which are older than it promises, and live.
+func impatient(o *LinkOptions) { o.Store.Transfer, o.Store.Margin = time.Nanosecond, time.Hour }
+
 func idle(t testing.TB, l *Link) {
 	t.Helper()
 	eventually(t, "the slab is empty", func() bool { return l.o.Slab.Used() == 0 })

@@ -6,25 +6,31 @@ import (
 	"path/filepath"
 	"runtime/debug"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// With the producer's slot table in sight a reader does not ask whether its claim held; without, it does.
-func TestAReaderThatSeesTheSlotTableDoesNotAsk(t *testing.T) {
+// With the producer's slot table in sight, or a token, a reader does not ask whether its claim held; after the time that it was given it does.
+func TestAReaderThatKnowsItselfDoesNotAsk(t *testing.T) {
 	for name, c := range map[string]struct {
-		tcp, inPlace    bool
-		verifies, dones uint64
+		tcp, inPlace, late bool
+		verifies, dones    uint64
 	}{
-		"copied":   {dones: 1},
-		"in place": {inPlace: true, dones: 1},
-		"by tcp":   {tcp: true, verifies: 1},
+		"copied":         {dones: 1},
+		"in place":       {inPlace: true, dones: 1},
+		"by tcp":         {tcp: true, dones: 1},
+		"copied late":    {late: true, verifies: 1},
+		"in place, late": {late: true, inPlace: true, verifies: 1},
+		"by tcp, late":   {late: true, tcp: true, verifies: 1},
 	} {
 		t.Run(name, func(t *testing.T) {
-			from := newLink(t, 4<<20, noInline)
+			from := newLink(t, 4<<20, noInline, func(o *LinkOptions) {
+				if c.late {
+					impatient(o)
+				}
+			})
 			set := []func(*LinkOptions){noInline, onlyGets}
 			if c.tcp {
 				set = append(set, onlyTCP(t, 4<<20))
@@ -42,23 +48,6 @@ func TestAReaderThatSeesTheSlotTableDoesNotAsk(t *testing.T) {
 				t.Errorf("%d verifies and %d dones, want %d and %d", st.Verifies, st.Dones, c.verifies, c.dones)
 			}
 		})
-	}
-}
-
-// A claim whose time was over may be another reader's by now, whatever is in the memory: it is asked for.
-func TestAReaderThatWasTooSlowAsksWhetherItsClaimHeld(t *testing.T) {
-	from := newLink(t, 4<<20, noInline, func(o *LinkOptions) { o.Store.Transfer, o.Store.Margin = time.Millisecond, time.Hour })
-	to := newLink(t, 4<<20, noInline, onlyGets)
-	v := bytesOf(t, 100_000, 1)
-	p := mustPut(t, from, "k", v, PutOptions{})
-	got := mustGet(t, to, Request{Key: "k", Metadata: p.Metadata, InPlace: true})
-	begin := time.Now()
-	eventually(t, "the claim's time is over", func() bool { return time.Since(begin) > time.Millisecond })
-	if err := got.Release(); err != nil {
-		t.Error(err)
-	}
-	if st := from.Stats().Server; st.Verifies != 1 || st.Dones != 0 {
-		t.Errorf("%d verifies and %d dones", st.Verifies, st.Dones)
 	}
 }
 

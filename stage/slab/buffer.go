@@ -101,8 +101,8 @@ func (b *Buffer) Free() {
 	b.settle()
 }
 
-// Vouched says that what was READ into the buffer last was the payload's, as the slot table of its region told right after the READ. False
-// says nothing: then the producer has to be asked.
+// Vouched says that what was READ into the buffer last was the payload's: the plane has tokens, or the slot table of the payload's region
+// told so right after the READ. False says nothing: then the producer has to be asked.
 func (b *Buffer) Vouched() bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()

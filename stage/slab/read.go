@@ -148,7 +148,8 @@ func (s *Slab) readOffered(ctx context.Context, m *wire.Metadata, into *Buffer) 
 			f := post(ctx, p, s.requests(offer.Token, spans, into), into, &w.peers)
 			put := f.over
 			f.over = func(lost bool) {
-				held = !lost && vouches(p.link, m.Ferry)
+				// With tokens a READ that succeeds had a live grant to its end.
+				held = w.tokens || !lost && vouches(p.link, m.Ferry)
 				put(lost)
 			}
 			if over, err = s.wait(ctx, f); !over {
