@@ -227,7 +227,7 @@ func (a *adoption) enter() error {
 			a.c.names.put(e, a.c.names.hash(e.key))
 		}
 		a.c.reclass(e)
-		a.Filling = append(a.Filling, &Reservation{e, e.gen, e.key})
+		a.Filling = append(a.Filling, &Reservation{e, e.gen})
 	}
 	return nil
 }

@@ -70,6 +70,9 @@ func (c *Cache) Reserve(key string, s Spec, owner uint64) (*Reservation, error) 
 	return r, nil
 }
 
+// atOnce is how many reservations are allocated together: the most for which Go's allocator adds nothing (512 bytes).
+const atOnce = 32
+
 // newReservation is of an entry being filled. Many are made in one piece of memory.
 func (c *Cache) newReservation(e *entry) *Reservation {
 	if len(c.reservations) == 0 {
@@ -77,7 +80,7 @@ func (c *Cache) newReservation(e *entry) *Reservation {
 	}
 	r := &c.reservations[0]
 	c.reservations = c.reservations[1:]
-	r.e, r.gen, r.key = e, e.gen, e.key
+	r.e, r.gen = e, e.gen
 	return r
 }
 
@@ -120,19 +123,19 @@ func (c *Cache) fullError(key string, n int) error {
 		ErrFull, key, n, c.blocks, free+may, t[classPinned].blocks, t[classFilling].blocks, t[classQuarantined].blocks, why)
 }
 
-// Reservation is the right to fill one entry. One goroutine uses it at a time.
+// Reservation is the right to fill one entry. One goroutine uses it at a time. It is small because one is allocated for each entry,
+// and how often the collector has to run depends on that alone.
 type Reservation struct {
 	e   *entry
 	gen uint64 // of e while that is the entry reserved
-	key string
 }
 
-// Info describes the entry as it is now. Once that is gone: Absent, with key and generation.
+// Info describes the entry as it is now. Once that is gone: Absent, with its generation and nothing else.
 func (r *Reservation) Info() Info {
 	r.e.c.mu.Lock()
 	defer r.e.c.mu.Unlock()
 	if r.e.gen != r.gen {
-		return Info{Key: r.key, Gen: r.gen}
+		return Info{Gen: r.gen}
 	}
 	return r.e.info()
 }
@@ -157,7 +160,7 @@ func (r *Reservation) Commit(checksum *uint64) (info Info, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if !r.is(phaseFilling) {
-		return Info{}, fmt.Errorf("%w: %q was committed or given up before", ErrStale, r.key)
+		return Info{}, fmt.Errorf("%w: the reservation of generation %d was committed or given up before", ErrStale, r.gen)
 	}
 	if checksum != nil {
 		e.sum, e.hasSum = *checksum, true

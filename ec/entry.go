@@ -71,19 +71,14 @@ type entry struct {
 	sum            uint64 // if hasSum
 	oldest, newest *hold
 	held           link[entry] // of Cache.heldOrder
-}
 
-// atOnce is how many entries or reservations are allocated together.
-const atOnce = 32
+	_ [16]byte // whole lines: Go's allocator puts a size that is a power of two at a multiple of itself
+}
 
 // newEntry is one to be given all that describes it; the rest is as in an entry that nobody has used yet.
 func (c *Cache) newEntry() *entry {
 	if len(c.idle) == 0 {
-		chunk := make([]entry, atOnce)
-		for i := range chunk {
-			chunk[i].c = c
-			c.idle = append(c.idle, &chunk[i])
-		}
+		c.idle = append(c.idle, &entry{c: c})
 	}
 	last := len(c.idle) - 1
 	e := c.idle[last]

@@ -93,11 +93,14 @@ func (c *Cache) replace(n int) ([]region.Extent, []notice) {
 	return v.extents, c.evictNow(v, nil)
 }
 
-// expect asks the processor for what the next replace will touch. Of all that the cache has, that was touched longest ago, and to
-// wait for memory takes as long as all else; it comes while others do something else.
+// expect asks the processor for what the replace after the next will touch. Of all that the cache has, that was touched longest ago, and
+// to wait for memory takes as long as all else; it comes while others do something else. One call ahead is too late for it.
 func (c *Cache) expect() {
 	e := c.evict.coming()
 	if e == nil {
+		return
+	}
+	if e = e.queue.next.of; e == nil {
 		return
 	}
 	c.slots.Prefetch(e.slot)
@@ -108,7 +111,10 @@ func (c *Cache) expect() {
 // Of an entry, so many lines are touched when it goes and another comes. A link is where its entry begins.
 const entryLines = 3
 
-var _ [0]struct{} = [unsafe.Offsetof(entry{}.queue)]struct{}{}
+var (
+	_ [0]struct{} = [unsafe.Offsetof(entry{}.queue)]struct{}{}
+	_ [0]struct{} = [unsafe.Sizeof(entry{}) % prefetch.Line]struct{}{}
+)
 
 // planOn adds a victim to the plan: its blocks are free in the allocator, nothing else has changed.
 func (c *Cache) planOn(v *entry) {
