@@ -61,7 +61,8 @@ func run(rounds int, script string) (err error) {
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	w := os.Stdout
 	measure.Header(w, "acks", strings.Join(append([]string{"go run ./bench/acks"}, os.Args[1:]...), " "), rounds)
-	fmt.Fprintf(w, "OK acks a second on one connection, %d requests on their way at a time, for %d entries. To plain peers: of a session whose\nfirst READ is complete. A pull is an ack and the verify after its READ.\n\n", window, entries)
+	fmt.Fprintf(w, "OK acks a second on one connection, %d requests on their way at a time, for %d entries of %s. To plain peers: of a\nsession whose first READ is complete, and whose others are notified after each turn. A pull is an ack and the verify after its READ.\n\n",
+		window, entries, measure.Size(spec().Bytes))
 	measure.Table(w, "region", "plain, acks/s", "bytes of an ack", "own, acks/s", "own, pulls/s", "vLLM, acks/s", "bytes of an ack", "plain, times vLLM")
 	for _, bytes := range []int64{8 << 20, 512 << 20} {
 		if err := rates(w, dir, bytes, rounds, script); err != nil {
@@ -90,7 +91,7 @@ func (v *vllm) close() error {
 
 // startVLLM starts it with a region of that many bytes; nil if there is no vLLM.
 func startVLLM(script string, bytes int64, stepMS int) (*vllm, error) {
-	s, line, err := peers.Run(script, "--count", fmt.Sprint(entries), "--size", "64K", "--region", fmt.Sprint(bytes),
+	s, line, err := peers.Run(script, "--count", fmt.Sprint(entries), "--size", fmt.Sprint(spec().Bytes), "--region", fmt.Sprint(bytes),
 		"--step-ms", fmt.Sprint(stepMS), "--no-fill")
 	if errors.Is(err, peers.ErrNone) {
 		return nil, nil
@@ -130,8 +131,8 @@ func rates(w io.Writer, dir string, bytes int64, rounds int, script string) (err
 	defer func() { err = errors.Join(err, ours.Close()) }()
 	var cs []measure.Candidate
 	sizes := make([]int, 4)
-	// add makes a candidate of n requests a turn; its time is that of one.
-	add := func(name string, o *offer, n int, own *wire.FerryRequest, verify bool) (*asker, error) {
+	// add makes a candidate of n requests a turn; its time is that of one. After each turn there is a call of read.
+	add := func(name string, o *offer, n int, own *wire.FerryRequest, verify bool, read func() error) (*asker, error) {
 		a, err := newAsker(o.addr(), name)
 		if err != nil {
 			return nil, err
@@ -140,6 +141,9 @@ func rates(w io.Writer, dir string, bytes int64, rounds int, script string) (err
 		cs = append(cs, measure.Candidate{Name: name, Run: func() (time.Duration, error) {
 			d, size, err := a.ask(frames, n, verify)
 			sizes[i] = size
+			if err == nil {
+				err = read()
+			}
 			return d / time.Duration(n), err
 		}})
 		return a, nil
@@ -149,7 +153,11 @@ func rates(w io.Writer, dir string, bytes int64, rounds int, script string) (err
 		own    *wire.FerryRequest
 		verify bool
 	}{{"plain", nil, false}, {"own", ownRequest(planeName), false}, {"pull", ownRequest(planeName), true}} {
-		a, err := add(c.name, at, turnAcks, c.own, c.verify)
+		read := func() error { return nil }
+		if c.own == nil {
+			read = func() error { return readAll(ours, c.name, turnAcks) }
+		}
+		a, err := add(c.name, at, turnAcks, c.own, c.verify, read)
 		if err != nil {
 			return err
 		}
@@ -160,7 +168,7 @@ func rates(w io.Writer, dir string, bytes int64, rounds int, script string) (err
 		if _, _, err := a.ask(requests(at, c.name, nil), len(at.Held), false); err != nil {
 			return err
 		}
-		if _, err := ours.Ask(c.name + " " + key(0)); err != nil {
+		if err := readAll(ours, c.name, len(at.Held)); err != nil {
 			return err
 		}
 	}
@@ -171,7 +179,7 @@ func rates(w io.Writer, dir string, bytes int64, rounds int, script string) (err
 	if theirs != nil {
 		defer func() { err = errors.Join(err, theirs.close()) }()
 		n := int(1000 * (8 << 20) / bytes) // an ack takes as long as the region is large
-		a, err := add("vLLM", theirs.offer, max(n, 30), nil, false)
+		a, err := add("vLLM", theirs.offer, max(n, 30), nil, false, func() error { return nil })
 		if err != nil {
 			return err
 		}
@@ -187,6 +195,16 @@ func rates(w io.Writer, dir string, bytes int64, rounds int, script string) (err
 		cells[5], cells[6], cells[7] = rate(res[3]), fmt.Sprint(sizes[3]), fmt.Sprintf("%.0f", res[0].Faster(res[3]))
 	}
 	measure.Row(w, cells...)
+	return nil
+}
+
+// readAll says that a plain peer has read all that so many acks named, each entry at least as often as it was acked.
+func readAll(ours *child.Child, session string, acks int) error {
+	for i := range entries {
+		if _, err := ours.Ask(fmt.Sprintf("%s %s %d", session, key(i), (acks+entries-1)/entries)); err != nil {
+			return err
+		}
+	}
 	return nil
 }
 

@@ -9,7 +9,6 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
-	"strings"
 	"time"
 
 	"github.com/tensorferry/tensorferry/bench/internal/child"
@@ -24,8 +23,8 @@ import (
 
 const (
 	blockBytes  = 2048
-	entryBlocks = 32
-	entries     = 64
+	entryBlocks = 8
+	entries     = 64 // 1 MiB of blocks, an eighth of the small region: one source may be granted a quarter
 	planeName   = "bench"
 )
 
@@ -75,8 +74,8 @@ func (registration) Agent() ([]byte, uint64, <-chan struct{}) {
 	return make([]byte, 600), 1 << 40, nil
 }
 
-// serve is a producer with a full set of entries in a region of that many bytes. A line "SESSION KEY" on stdin says that a plain
-// peer's READ is complete; the end of stdin ends it.
+// serve is a producer with a full set of entries in a region of that many bytes, with the shares of a node. A line "SESSION KEY N" on
+// stdin says that a plain peer has read the key N times; the end of stdin ends it.
 func serve(dir string, bytes int64) (err error) {
 	ctx := context.Background()
 	blocks := int(bytes / blockBytes)
@@ -128,8 +127,14 @@ func serve(dir string, bytes int64) (err error) {
 	}
 	lines := bufio.NewScanner(os.Stdin)
 	for lines.Scan() {
-		session, key, _ := strings.Cut(lines.Text(), " ")
-		p.notify(transfer.Notification{Message: wire.Notification(session, key)})
+		var session, key string
+		var reads int
+		if _, err := fmt.Sscan(lines.Text(), &session, &key, &reads); err != nil {
+			return err
+		}
+		for range reads {
+			p.notify(transfer.Notification{Message: wire.Notification(session, key)})
+		}
 		fmt.Println("ok")
 	}
 	return lines.Err()
