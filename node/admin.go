@@ -24,42 +24,52 @@ import (
 
 // adminServer is the admin HTTP: read only, no authentication, on loopback unless the network is trusted.
 type adminServer struct {
-	addr string // HOST:PORT as bound
-	srv  *http.Server
-	done chan struct{} // closed when it serves no more
+	addr     string // HOST:PORT as bound
+	listener net.Listener
+	srv      *http.Server  // nil before serve
+	done     chan struct{} // closed when it serves no more
 
 	mu  sync.Mutex
 	err error // why it ended by itself
 }
 
-func newAdmin(ctx context.Context, n *Node) (*adminServer, error) {
+// listenAdmin takes the port. Who connects waits for serve.
+func listenAdmin(ctx context.Context, s *settings) (*adminServer, error) {
 	var lc net.ListenConfig
-	l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(n.s.adminHost, strconv.Itoa(n.s.adminPort)))
+	l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(s.adminHost, strconv.Itoa(s.adminPort)))
 	if err != nil {
 		return nil, err
 	}
-	a := &adminServer{
-		addr: l.Addr().String(),
-		done: make(chan struct{}),
-		srv: &http.Server{
-			Handler:           checkHost(n.s.adminHost, n.adminMux()),
-			ReadHeaderTimeout: 5 * time.Second,
-			ReadTimeout:       10 * time.Second,
-			WriteTimeout:      30 * time.Second,
-			IdleTimeout:       time.Minute,
-			MaxHeaderBytes:    16 << 10,
-			ErrorLog:          slog.NewLogLogger(n.log.Handler(), slog.LevelDebug),
-		},
+	return &adminServer{addr: l.Addr().String(), listener: l, done: make(chan struct{})}, nil
+}
+
+// unbind gives the port up, whether it is served or not.
+func (a *adminServer) unbind() error {
+	if err := a.listener.Close(); !errors.Is(err, net.ErrClosed) {
+		return err
+	}
+	return nil
+}
+
+// serve answers from now on, of a node all of which is up: handlers read its fields without a lock.
+func (a *adminServer) serve(n *Node) {
+	a.srv = &http.Server{
+		Handler:           checkHost(n.s.adminHost, n.adminMux()),
+		ReadHeaderTimeout: 5 * time.Second,
+		ReadTimeout:       10 * time.Second,
+		WriteTimeout:      30 * time.Second,
+		IdleTimeout:       time.Minute,
+		MaxHeaderBytes:    16 << 10,
+		ErrorLog:          slog.NewLogLogger(n.log.Handler(), slog.LevelDebug),
 	}
 	go func() {
 		defer close(a.done)
-		if err := a.srv.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+		if err := a.srv.Serve(a.listener); !errors.Is(err, http.ErrServerClosed) {
 			a.mu.Lock()
 			a.err = fmt.Errorf("admin: %w", err)
 			a.mu.Unlock()
 		}
 	}()
-	return a, nil
 }
 
 func (a *adminServer) failed() error {
@@ -133,9 +143,9 @@ func (n *Node) over() error {
 	}
 }
 
-// notReady also says which data planes cannot move bytes for now.
+// notReady also says which data planes cannot move bytes for now, and whether others can still find the node.
 func (n *Node) notReady() error {
-	return errors.Join(n.over(), n.planeHealth.failed())
+	return errors.Join(n.over(), n.planeHealth.failed(), n.files.lost())
 }
 
 func (n *Node) writeJSON(w http.ResponseWriter, v any) {

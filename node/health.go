@@ -8,6 +8,10 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
+	"github.com/tensorferry/tensorferry/node/internal/api"
+	"github.com/tensorferry/tensorferry/region"
 	"github.com/tensorferry/tensorferry/transfer"
 )
 
@@ -116,4 +120,74 @@ func (h *planeHealth) set(p transfer.Plane, err error) {
 		return
 	}
 	h.down[p] = err
+}
+
+// filesHealth is whether what others find the node by is still there: the engine socket and the regions' files, which a hand or a cleaner of
+// temporary files may take away.
+type filesHealth struct {
+	mu  sync.Mutex
+	err error
+}
+
+// lost says what is gone, nil while nothing is. It takes a start of the node to mend that.
+func (h *filesHealth) lost() error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.err
+}
+
+// watch looks until closed is.
+func (h *filesHealth) watch(closed <-chan struct{}, look func() error, log *slog.Logger) {
+	tick := time.NewTicker(checkEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-closed:
+			return
+		case <-tick.C:
+		}
+		err := look()
+		h.mu.Lock()
+		before := h.err
+		h.err = err
+		h.mu.Unlock()
+		switch {
+		case err != nil && before == nil:
+			log.Error("the node can no longer be found: it has to be started again", "error", err)
+		case err == nil && before != nil:
+			log.Info("what was gone is there again", "was", before)
+		}
+	}
+}
+
+// lostFiles looks for the engine socket and the regions.
+func (n *Node) lostFiles() error {
+	errs := []error{n.socket.lost()}
+	for _, p := range n.pools {
+		errs = append(errs, p.lost())
+	}
+	return errors.Join(errs...)
+}
+
+// lost says why a region is not what it was: cut short, its pages end whoever reads them; without its name, no restart finds it.
+func (p *pool) lost() error {
+	f, err := p.region.Reopen(false)
+	if errors.Is(err, region.ErrClosed) || api.Exhausted(err) {
+		return nil // it is at its end, or nothing can be said now
+	}
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	var st, now unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		return fmt.Errorf("region %s: %w", p.region.Path(), err)
+	}
+	if want := p.region.PoolOffset() + p.region.Geometry().PoolBytes(); st.Size < want {
+		return fmt.Errorf("region %s was cut from %d bytes to %d: a READ of what is missing ends its process", p.region.Path(), want, st.Size)
+	}
+	if err := unix.Lstat(p.region.Path(), &now); st.Nlink == 0 || err != nil || now.Dev != st.Dev || now.Ino != st.Ino {
+		return fmt.Errorf("region %s was removed or replaced: a restart does not find what is in it", p.region.Path())
+	}
+	return nil
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"net/http"
+	"os"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -98,4 +99,84 @@ func TestANodeWhosePlaneIsBrokenIsNotReadyAndHealthy(t *testing.T) {
 	if code, _ := status("/readyz"); code != http.StatusOK {
 		t.Errorf("readyz: %d", code)
 	}
+}
+
+func TestANodeThatCannotBeFoundAnyMoreIsNotReady(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		lose func(n *Node) error
+		want string
+	}{
+		{"its socket is removed", func(n *Node) error { return os.Remove(n.Ready().Socket) }, "was removed: no engine can connect"},
+		{"its socket is replaced", func(n *Node) error {
+			return errors.Join(os.Remove(n.Ready().Socket), os.WriteFile(n.Ready().Socket, nil, 0o600))
+		}, "was replaced by another file"},
+		{"its region is removed", func(n *Node) error { return os.Remove(n.Ready().Region) }, "a restart does not find"},
+		{"its region is renamed", func(n *Node) error {
+			return os.Rename(n.Ready().Region, n.Ready().Region+".old")
+		}, "a restart does not find"},
+		{"its region is cut", func(n *Node) error { return os.Truncate(n.Ready().Region, n.pools[0].region.PoolOffset()) }, "was cut from"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			cfg := testConfig(t, 16)
+			n, err := Start(testContext(t), cfg, quiet())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() {
+				_ = n.Close(testContext(t))
+				for _, path := range []string{n.Ready().Region + ".old", n.Ready().Socket} {
+					_ = os.Remove(path)
+				}
+			}()
+			if err := n.lostFiles(); err != nil {
+				t.Fatal(err)
+			}
+			if err := c.lose(n); err != nil {
+				t.Fatal(err)
+			}
+			if err := n.lostFiles(); err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("%v; want %q", err, c.want)
+			}
+		})
+	}
+}
+
+func TestReadinessFollowsTheFilesThatOthersFindTheNodeBy(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var h filesHealth
+		var state atomic.Pointer[error]
+		look := func() error {
+			if err := state.Load(); err != nil {
+				return *err
+			}
+			return nil
+		}
+		closed, ended := make(chan struct{}), make(chan struct{})
+		log := &logged{}
+		go func() {
+			defer close(ended)
+			h.watch(closed, look, slog.New(slog.NewTextHandler(log, nil)))
+		}()
+		at := func(want error) {
+			t.Helper()
+			time.Sleep(checkEvery)
+			synctest.Wait()
+			if err := h.lost(); !errors.Is(err, want) {
+				t.Errorf("%v, want %v", err, want)
+			}
+		}
+		gone := errors.New("the socket was removed")
+		at(nil)
+		state.Store(&gone)
+		at(gone)
+		at(gone)
+		state.Store(nil)
+		at(nil)
+		close(closed)
+		<-ended
+		if n := strings.Count(log.String(), "\n"); n != 2 {
+			t.Errorf("%d log lines, want one for each change:\n%s", n, log)
+		}
+	})
 }

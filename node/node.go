@@ -36,8 +36,10 @@ type Node struct {
 	loop        *control.Loop
 	router      *control.Router
 	producer    *ec.Producer
+	socket      *engineSocket
 	engines     *engines
 	planeHealth *planeHealth
+	files       filesHealth
 	admin       *adminServer // nil: off
 	ready       Ready
 
@@ -90,6 +92,7 @@ func Start(ctx context.Context, c Config, log *slog.Logger) (*Node, error) {
 	}
 	n.watch()
 	go n.planeHealth.watch(n.closed)
+	go n.files.watch(n.closed, n.lostFiles, n.log)
 	n.log.Info("node ready", "socket", n.ready.Socket, "side_channel", net.JoinHostPort(s.host, strconv.Itoa(n.ready.PeerPort)),
 		"advertised", n.ready.PeerHost, "admin", n.ready.Admin, "planes", n.planeList(), "ec_protocol", s.ECProtocol, "instance", s.Instance)
 	return n, nil
@@ -100,13 +103,12 @@ func (n *Node) start(ctx context.Context) error {
 	if err := checkFiles(); err != nil {
 		return err
 	}
-	// A node that is there already is found out before its memory is asked for a second time.
-	if err := removeStale(s.socket); err != nil {
-		return err
-	}
 	n.warn()
 	n.id = nodeID(s)
-	for _, step := range []func(context.Context) error{n.startPools, n.startPlanes, n.startPeers, n.startConsumers, n.startEngines, n.startAdmin} {
+	// What another process may have comes first: a start that fails for it has touched no region. What serves peers comes late.
+	for _, step := range []func(context.Context) error{
+		n.bindSocket, n.bindAdmin, s.tryPorts, n.startPools, n.startPlanes, n.startPeers, n.startConsumers, n.startEngines,
+	} {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
@@ -122,6 +124,16 @@ func (n *Node) start(ctx context.Context) error {
 		n.ready.Admin = n.admin.addr
 	}
 	n.serving = true
+	for _, p := range n.pools {
+		p.grantedBefore = nil
+	}
+	for _, p := range n.planes {
+		leaveFormers(p, false)
+	}
+	if n.admin != nil {
+		n.admin.serve(n)
+		n.up("admin", n.admin.close)
+	}
 	return nil
 }
 
@@ -151,7 +163,10 @@ func (n *Node) startPools(ctx context.Context) error {
 			return err
 		}
 		n.pools = append(n.pools, p)
-		n.up("region "+p.region.Path(), func(context.Context) error {
+		n.up("region "+p.region.Path(), func(ctx context.Context) error {
+			if !n.serving && p.region.Adopted() {
+				p.handBack(ctx, n.log)
+			}
 			p.region.KeepFor(n.s.Timeouts.Adopt)
 			switch remove := n.removes(p); {
 			case !n.busy:
@@ -168,6 +183,52 @@ func (n *Node) startPools(ctx context.Context) error {
 	return nil
 }
 
+// bindSocket takes the engine socket's path, or finds the node that is there already before memory is asked for a second time.
+func (n *Node) bindSocket(ctx context.Context) error {
+	var err error
+	if n.socket, err = bindEngine(ctx, n.s.socket); err != nil {
+		return err
+	}
+	n.up("engine socket's path", func(context.Context) error { return n.socket.release() })
+	return nil
+}
+
+func (n *Node) bindAdmin(ctx context.Context) error {
+	if n.s.Admin == AdminOff {
+		return nil
+	}
+	var err error
+	if n.admin, err = listenAdmin(ctx, n.s); err != nil {
+		return bad("admin", n.s.Admin, "%v; %s", err, listenFix(err, "use a free port, 0 for any, or off"))
+	}
+	n.up("admin's port", func(context.Context) error { return n.admin.unbind() })
+	return nil
+}
+
+// tryPorts finds out which of the ports that must be had is in use. They are bound in earnest once there is a region to serve.
+func (s *settings) tryPorts(ctx context.Context) error {
+	try := func(host string, port int) error {
+		if port == 0 {
+			return nil
+		}
+		var lc net.ListenConfig
+		l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(host, strconv.Itoa(port)))
+		if err != nil {
+			return err
+		}
+		return l.Close()
+	}
+	if err := try(s.host, s.port); err != nil {
+		return badSideChannel(s, err)
+	}
+	if s.Planes == nil || slices.Contains(s.Planes, transfer.TCP) {
+		if err := try(s.host, s.DataPort); err != nil {
+			return badPlane(transfer.TCP, err)
+		}
+	}
+	return nil
+}
+
 func (n *Node) startPlanes(ctx context.Context) error {
 	planes, err := openPlanes(ctx, n.s, n.log)
 	if err != nil {
@@ -175,6 +236,7 @@ func (n *Node) startPlanes(ctx context.Context) error {
 	}
 	n.planes, n.planeHealth = planes, newPlaneHealth(planes, n.log)
 	for _, p := range planes {
+		leaveFormers(p, true) // until the start has succeeded
 		n.up("plane "+p.Name(), func(context.Context) error { return p.Close() })
 	}
 	return nil
@@ -270,32 +332,18 @@ func (n *Node) startConsumers(context.Context) error {
 	return nil
 }
 
-func (n *Node) startEngines(ctx context.Context) error {
-	sock, err := listenEngine(ctx, n.s.socket)
-	if err != nil {
+func (n *Node) startEngines(context.Context) error {
+	if err := n.socket.listen(); err != nil {
 		return err
 	}
 	id := identity{node: n.id, peerHost: n.s.advertise, peerPort: n.router.Port(), generation: n.s.ECProtocol}
-	n.engines = newEngines(sock, n.pools, id, n.s.Checksums, n.s.KeepRegion, n.log)
+	n.engines = newEngines(n.socket, n.pools, id, n.s.Checksums, n.s.KeepRegion, n.log)
 	go n.engines.serve()
 	n.up("engine socket", func(ctx context.Context) error {
 		ended, err := n.engines.close(ctx)
 		n.busy = n.busy || !ended
 		return err
 	})
-	return nil
-}
-
-func (n *Node) startAdmin(ctx context.Context) error {
-	if n.s.Admin == AdminOff {
-		return nil
-	}
-	a, err := newAdmin(ctx, n)
-	if err != nil {
-		return bad("admin", n.s.Admin, "%v; %s", err, listenFix(err, "use a free port, 0 for any, or off"))
-	}
-	n.admin = a
-	n.up("admin", a.close)
 	return nil
 }
 

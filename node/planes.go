@@ -58,11 +58,15 @@ func openPlanes(ctx context.Context, s *settings, log *slog.Logger) (_ []transfe
 		case s.Planes == nil && errors.Is(err, errPlaneMissing):
 			log.Debug("data plane left out", "plane", name, "reason", err)
 		default:
-			return nil, bad("planes", name, "%v; take it out of planes, or leave planes out for all that are there", err)
+			return nil, badPlane(name, err)
 		}
 	}
 	if len(planes) == 0 {
 		return nil, bad("planes", "none", "name at least one of %s", planeNames())
 	}
 	return planes, nil
+}
+
+func badPlane(name string, err error) error {
+	return bad("planes", name, "%v; take it out of planes, or leave planes out for all that are there", err)
 }

@@ -24,6 +24,8 @@ type pool struct {
 	producer *ec.Producer // the node's, which serves all its pools
 	consumer *ec.Consumer
 	granted  []*ec.Pin // by the node before; the producer's, once there is one
+
+	grantedBefore []ec.Info // what these are, until the start has succeeded
 }
 
 // entries are those of the cache, with the grants that the producer made of them.
@@ -66,6 +68,9 @@ func openPool(ctx context.Context, s *settings, ps poolSettings, log *slog.Logge
 		return nil, err
 	}
 	p.granted = adopted.Granted
+	for _, pin := range p.granted {
+		p.grantedBefore = append(p.grantedBefore, pin.Info())
+	}
 	p.clients = newClients(p.region, adopted, log)
 	p.logStart(adopted, time.Since(start), log)
 	return p, nil

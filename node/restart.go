@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"path/filepath"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -14,6 +13,8 @@ import (
 	"github.com/tensorferry/tensorferry/control"
 	"github.com/tensorferry/tensorferry/ec"
 	"github.com/tensorferry/tensorferry/region"
+	"github.com/tensorferry/tensorferry/transfer"
+	"github.com/tensorferry/tensorferry/transfer/nixl"
 )
 
 // A node that died, however, leaves its regions, its socket's file and its port to the next node of its instance: entries, what
@@ -75,7 +76,7 @@ func (n *Node) listen(ctx context.Context, h control.RouterHandler) (*control.Ro
 	if n.s.port != 0 || port == 0 {
 		r, err := n.loop.Listen(ctx, n.s.host, n.s.port, h)
 		if err != nil {
-			return nil, bad("side_channel", n.s.SideChannel, "%v; %s", err, listenFix(err, "use a free port, or 0 for any"))
+			return nil, badSideChannel(n.s, err)
 		}
 		return r, nil
 	}
@@ -101,6 +102,36 @@ func (n *Node) listen(ctx context.Context, h control.RouterHandler) (*control.Ro
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		}
+	}
+}
+
+func badSideChannel(s *settings, err error) error {
+	return bad("side_channel", s.SideChannel, "%v; %s", err, listenFix(err, "use a free port, or 0 for any"))
+}
+
+// leaveFormers says whether the end of a plane leaves agents that outlived the node before to the node that comes next.
+func leaveFormers(p transfer.Plane, leave bool) {
+	if p, ok := p.(interface{ LeaveFormers(bool) }); ok {
+		p.LeaveFormers(leave)
+	}
+}
+
+// handBack leaves an adopted region to the next try of a start that failed, with the agents of the node before and what they may still be
+// asked for. Nothing of this node works on it any more.
+func (p *pool) handBack(ctx context.Context, log *slog.Logger) {
+	for _, g := range p.grantedBefore {
+		// The producer let go of it at its end, and nobody has asked for room since.
+		if pin, err := p.cache.Pin(g.Key); err == nil && pin.Info().Gen == g.Gen {
+			pin.KeepGranted()
+		}
+	}
+	f, err := p.region.Reopen(false)
+	if err == nil {
+		defer f.Close()
+		err = nixl.HandBack(ctx, f)
+	}
+	if err != nil {
+		log.Warn("agents of the node before may end before the next start", "region", p.region.Path(), "error", err)
 	}
 }
 
@@ -143,10 +174,9 @@ func SweepSocket(ctx context.Context, path string, dryRun bool) (stale bool, err
 	if err := unix.Lstat(path, &st); err != nil || int(st.Uid) != os.Geteuid() {
 		return false, fmt.Errorf("socket %s: of uid %d, this process is uid %d: left to its owner", path, st.Uid, os.Geteuid())
 	}
-	unlock, err := lockDir(ctx, filepath.Dir(path))
+	lock, err := lockPath(ctx, path)
 	if err != nil {
 		return false, err
 	}
-	defer unlock()
-	return true, removeStale(path) // it looks again, now that no node can bind there
+	return true, errors.Join(removeStale(path), lock.release()) // it looks again, now that no node can bind there
 }

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"path/filepath"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -15,94 +14,114 @@ import (
 // ErrSocketInUse means that a live process serves the engine socket's path.
 var ErrSocketInUse = errors.New("node: the socket is in use")
 
-// engineSocket is the listening unix socket of the engine API.
+// engineSocket is the unix socket of the engine API. Nobody is accepted before listen.
 type engineSocket struct {
-	*net.UnixListener
-	path string
-	dev  uint64
-	ino  uint64
+	*net.UnixListener // nil before listen
+	path              string
+	lock              *pathLock
+
+	bound *os.File // until listen
+	dev   uint64   // of the socket's file
+	ino   uint64
 }
 
 // backlog of connections that are not accepted yet; the kernel cuts it to net.core.somaxconn.
 const listenBacklog = 128
 
-// listenEngine binds path with mode 0600. A socket file that nobody listens on any more is replaced; anything else at the path is
-// an error. Nodes that start at once on one path take turns by a lock on its directory, so none takes away what another has just
-// bound.
-func listenEngine(ctx context.Context, path string) (*engineSocket, error) {
-	unlock, err := lockDir(ctx, filepath.Dir(path))
+// bindEngine takes a path for the engine API and binds it with mode 0600. The path is this node's until release: of nodes that start
+// at once on one path, one gets it. A socket file that nobody listens on any more is replaced; anything else at the path is an error.
+func bindEngine(ctx context.Context, path string) (*engineSocket, error) {
+	lock, err := lockPath(ctx, path)
 	if err != nil {
-		return nil, fmt.Errorf("socket %s: %w", path, err)
-	}
-	defer unlock()
-	if err := removeStale(path); err != nil {
 		return nil, err
 	}
-	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
-	if err != nil {
-		return nil, fmt.Errorf("socket %s: %w", path, err)
-	}
-	f := os.NewFile(uintptr(fd), path)
-	defer func() { _ = f.Close() }() // the listener has a descriptor of its own
-	return bindEngine(f, fd, path)
-}
-
-func bindEngine(f *os.File, fd int, path string) (*engineSocket, error) {
-	// Linux gives the file the mode of the unbound socket, so it is never open to others, not for a moment.
-	if err := unix.Fchmod(fd, 0o600); err != nil {
-		return nil, fmt.Errorf("socket %s: fchmod: %w", path, err)
-	}
-	if err := unix.Bind(fd, &unix.SockaddrUnix{Name: path}); err != nil {
-		return nil, fmt.Errorf("socket %s: bind: %w", path, err)
-	}
-	s := &engineSocket{path: path}
-	if err := s.open(f, fd); err != nil {
-		return nil, errors.Join(fmt.Errorf("socket %s: %w", path, err), os.Remove(path))
+	s := &engineSocket{path: path, lock: lock}
+	if err := s.bind(); err != nil {
+		return nil, errors.Join(err, s.release())
 	}
 	return s, nil
 }
 
-func (s *engineSocket) open(f *os.File, fd int) error {
+func (s *engineSocket) bind() error {
+	if err := removeStale(s.path); err != nil {
+		return err
+	}
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		return fmt.Errorf("socket %s: %w", s.path, err)
+	}
+	s.bound = os.NewFile(uintptr(fd), s.path)
+	// Linux gives the file the mode of the unbound socket, so it is never open to others, not for a moment.
+	if err := unix.Fchmod(fd, 0o600); err != nil {
+		return fmt.Errorf("socket %s: fchmod: %w", s.path, err)
+	}
+	if err := unix.Bind(fd, &unix.SockaddrUnix{Name: s.path}); err != nil {
+		return fmt.Errorf("socket %s: bind: %w", s.path, err)
+	}
 	var st unix.Stat_t
 	if err := unix.Lstat(s.path, &st); err != nil {
-		return err
+		return fmt.Errorf("socket %s: %w", s.path, err)
 	}
 	s.dev, s.ino = st.Dev, st.Ino
 	if err := unix.Chmod(s.path, 0o600); err != nil { // what a umask took away
-		return err
+		return fmt.Errorf("socket %s: %w", s.path, err)
 	}
-	if err := unix.Listen(fd, listenBacklog); err != nil {
-		return err
+	return nil
+}
+
+// listen lets engines connect.
+func (s *engineSocket) listen() error {
+	defer s.unbind() // the listener has a descriptor of its own
+	if err := unix.Listen(int(s.bound.Fd()), listenBacklog); err != nil {
+		return fmt.Errorf("socket %s: listen: %w", s.path, err)
 	}
-	l, err := net.FileListener(f)
+	l, err := net.FileListener(s.bound)
 	if err != nil {
-		return err
+		return fmt.Errorf("socket %s: %w", s.path, err)
 	}
 	s.UnixListener = l.(*net.UnixListener)
 	s.SetUnlinkOnClose(false) // it goes by path, and the path may be another's by then
 	return nil
 }
 
-// close ends the listener and takes its file away if it is still this one's.
-func (s *engineSocket) close() error {
-	err := s.UnixListener.Close()
-	if errors.Is(err, net.ErrClosed) {
-		err = nil
+func (s *engineSocket) unbind() {
+	if s.bound != nil {
+		_ = s.bound.Close()
+		s.bound = nil
 	}
-	unlock, lockErr := lockDir(context.Background(), filepath.Dir(s.path))
-	if errors.Is(lockErr, os.ErrNotExist) {
-		return err // the directory went, and the file with it
-	}
-	if lockErr != nil {
-		return errors.Join(err, lockErr) // a dead socket's file does no harm: the next node replaces it
-	}
-	defer unlock()
+}
+
+// lost says why no engine can find the socket any more: its file is gone, or another is in its place.
+func (s *engineSocket) lost() error {
 	var st unix.Stat_t
-	if unix.Lstat(s.path, &st) == nil && st.Dev == s.dev && st.Ino == s.ino {
+	switch err := unix.Lstat(s.path, &st); {
+	case errors.Is(err, unix.ENOENT):
+		return fmt.Errorf("the engine socket %s was removed: no engine can connect until the node is started again", s.path)
+	case err != nil:
+		return fmt.Errorf("the engine socket %s: %w", s.path, err)
+	case st.Dev != s.dev || st.Ino != s.ino:
+		return fmt.Errorf("the engine socket %s was replaced by another file: no engine can connect until the node is started again", s.path)
+	}
+	return nil
+}
+
+// close ends the listener and takes the socket's file away if it is still this one's. Idempotent.
+func (s *engineSocket) close() error {
+	s.unbind()
+	var err error
+	if s.UnixListener != nil {
+		if err = s.UnixListener.Close(); errors.Is(err, net.ErrClosed) {
+			err = nil
+		}
+	}
+	if s.ino != 0 && s.lost() == nil {
 		err = errors.Join(err, unix.Unlink(s.path))
 	}
 	return err
 }
+
+// release closes, and leaves the path to others.
+func (s *engineSocket) release() error { return errors.Join(s.close(), s.lock.release()) }
 
 // removeStale takes away the socket file of a node that is gone.
 func removeStale(path string) error {
@@ -139,30 +158,90 @@ func staleSocket(path string) (bool, error) {
 	return true, nil
 }
 
-// lockDir takes turns with other nodes at the sockets of a directory, without a file of its own.
-func lockDir(ctx context.Context, dir string) (unlock func(), err error) {
-	d, err := os.Open(dir)
-	if err != nil {
-		return nil, err
-	}
-	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+// pathLock is the right to a socket's path: a lock on an empty file beside it, of this user's own and open to nobody else, so that
+// nobody else can hold it, also in a directory that all may write to. It ends with its process. The file goes at release, and stays
+// behind a process that was killed, as its socket does.
+type pathLock struct {
+	file *os.File
+	name string
+}
+
+const (
+	lockSuffix = ".lock"
+	lockWait   = 5 * time.Second // for a node that is ending, or a sweep
+	lockPoll   = 10 * time.Millisecond
+)
+
+// lockPath takes the right to a socket's path. ErrSocketInUse: another process has it.
+func lockPath(ctx context.Context, path string) (*pathLock, error) {
+	name := path + lockSuffix
+	ctx, cancel := context.WithTimeout(ctx, lockWait)
 	defer cancel()
-	tick := time.NewTicker(10 * time.Millisecond)
+	tick := time.NewTicker(lockPoll)
 	defer tick.Stop()
 	for {
-		err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if err == nil {
-			return func() { _ = d.Close() }, nil
+		f, err := tryLock(name)
+		if err != nil {
+			return nil, fmt.Errorf("socket %s: its lock file %s: %w", path, name, err)
 		}
-		if !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR) {
-			_ = d.Close()
-			return nil, fmt.Errorf("lock of directory %s: %w", dir, err)
+		if f != nil {
+			return &pathLock{f, name}, nil
+		}
+		// Where somebody listens there is nothing to wait for.
+		if _, err := staleSocket(path); err != nil {
+			return nil, err
 		}
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
-			_ = d.Close()
-			return nil, fmt.Errorf("lock of directory %s: held by another process: %w", dir, ctx.Err())
+			return nil, fmt.Errorf("%w: %s: another node starts or ends there, it holds %s: end it or choose another socket: %w", ErrSocketInUse, path, name, ctx.Err())
 		}
 	}
+}
+
+// tryLock is nil without an error if another process has the lock.
+func tryLock(name string) (*os.File, error) {
+	fd, err := unix.Open(name, unix.O_RDWR|unix.O_CREAT|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		if errors.Is(err, unix.EACCES) || errors.Is(err, unix.ELOOP) {
+			err = fmt.Errorf("%w: what is there is not this user's own file: remove it, or choose another socket", err)
+		}
+		return nil, err
+	}
+	f := os.NewFile(uintptr(fd), name)
+	own, err := locked(fd, name)
+	if err != nil || !own {
+		_ = f.Close()
+		return nil, err
+	}
+	return f, nil
+}
+
+func locked(fd int, name string) (bool, error) {
+	var st, now unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return false, err
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFREG || int(st.Uid) != os.Geteuid() {
+		return false, fmt.Errorf("it is uid %d's, or no regular file, and this process is uid %d: remove it, or choose another socket", st.Uid, os.Geteuid())
+	}
+	err := unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB)
+	if errors.Is(err, unix.EWOULDBLOCK) || errors.Is(err, unix.EINTR) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	// Who had it before has taken the file away, and the name may be another's by now.
+	return unix.Lstat(name, &now) == nil && now.Dev == st.Dev && now.Ino == st.Ino, nil
+}
+
+// release gives the path up. The file goes while it is locked, so whoever waits for it sees that.
+func (l *pathLock) release() error {
+	var st, now unix.Stat_t
+	var err error
+	if unix.Fstat(int(l.file.Fd()), &st) == nil && unix.Lstat(l.name, &now) == nil && now.Dev == st.Dev && now.Ino == st.Ino {
+		err = unix.Unlink(l.name)
+	}
+	return errors.Join(err, l.file.Close())
 }

@@ -5,10 +5,13 @@ import (
 	"encoding/json"
 	"errors"
 	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/tensorferry/tensorferry/region"
@@ -186,4 +189,149 @@ func TestNodesOfOneMachineShareNothingByAccident(t *testing.T) {
 	if len(regions) != 3 || len(ids) != 3 {
 		t.Errorf("regions %v, ids %v", regions, ids)
 	}
+}
+
+// A probe that comes in the middle of a start waits for its end, and sees all of the node.
+func TestProbesDuringTheStartSeeAWholeNode(t *testing.T) {
+	free, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	cfg := testConfig(t, 16)
+	cfg.Admin = free.Addr().String()
+	if err := free.Close(); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(testContext(t))
+	defer cancel()
+	first := make(chan nodeStatus, 1)
+	var probing sync.WaitGroup
+	for _, path := range []string{"/readyz", "/healthz", "/metrics", "/v1/status"} {
+		probing.Go(func() {
+			for ctx.Err() == nil {
+				req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+cfg.Admin+path, nil)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				r, err := http.DefaultClient.Do(req)
+				if err != nil {
+					continue // it is not bound yet
+				}
+				if r.StatusCode != http.StatusOK {
+					t.Errorf("%s: %s", path, r.Status)
+				}
+				var st nodeStatus
+				if path == "/v1/status" {
+					if err := json.NewDecoder(r.Body).Decode(&st); err != nil {
+						t.Error(err)
+					}
+				}
+				_ = r.Body.Close()
+				if path == "/v1/status" {
+					first <- st
+				}
+				return
+			}
+		})
+	}
+	n := startNode(t, cfg)
+	st := <-first
+	probing.Wait()
+	r := n.Ready()
+	if st.PID != r.PID || st.Admin != cfg.Admin || st.Socket != r.Socket || st.PeerPort != r.PeerPort || len(st.Pools) != 1 {
+		t.Errorf("%+v, while Ready is %+v", st, r)
+	}
+}
+
+// What is in use is found out before the region of the node before is touched: that waits as it was.
+func TestAStartThatFailsForAPortLeavesTheRegionAsItIs(t *testing.T) {
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer taken.Close()
+	cfg := testConfig(t, 16)
+	cfg.Instance = "inst" // not of the socket's path, which changes
+	p := spawnNode(t, cfg)
+	p.kill()
+	before, err := os.Stat(p.ready.Region)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, change := range []func(*Config){
+		func(c *Config) { c.SideChannel = taken.Addr().String() },
+		func(c *Config) { c.Admin = taken.Addr().String() },
+		func(c *Config) { c.DataPort = taken.Addr().(*net.TCPAddr).Port },
+		func(c *Config) { c.Socket = "/no/such/dir/s" },
+	} {
+		bad := cfg
+		change(&bad)
+		if _, err := Start(testContext(t), bad, quiet()); err == nil {
+			t.Fatal("started")
+		}
+		if after, err := os.Stat(p.ready.Region); err != nil || !os.SameFile(before, after) {
+			t.Fatalf("the region: %v", err)
+		}
+	}
+	n := startNode(t, cfg)
+	if e := n.pools[0].region.Epoch(); e != 2 || !n.pools[0].region.Adopted() {
+		t.Errorf("epoch %d, adopted %v: want 2, as after one restart", e, n.pools[0].region.Adopted())
+	}
+}
+
+// A start that fails late gives back what it took over: what peers of the node before may still READ stays out of use.
+func TestAStartThatFailsLateLeavesWhatWasGrantedGranted(t *testing.T) {
+	cfg := testConfig(t, 16)
+	cfg.Instance = "inst" // not of the socket's path, which changes
+	p := spawnNode(t, cfg)
+	c := dialNode(t, cfg.Socket)
+	put(t, c, "granted", 2, 1)
+	put(t, c, "free", 2, 2)
+	p.kill()
+	s, err := cfg.check()
+	if err != nil {
+		t.Fatal(err)
+	}
+	open := func() *Node {
+		t.Helper()
+		n := &Node{s: s, log: quiet()}
+		if err := n.startPools(testContext(t)); err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	granted := func(n *Node) []string {
+		var keys []string
+		for _, i := range n.pools[0].grantedBefore {
+			keys = append(keys, i.Key)
+		}
+		return keys
+	}
+	n := open()
+	pin, err := n.pools[0].cache.Pin("granted")
+	if err != nil {
+		t.Fatal(err)
+	}
+	pin.KeepGranted() // as the node before would have
+	if err := n.takeDown(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+	for try := range 2 {
+		n = open()
+		if got := granted(n); !slices.Equal(got, []string{"granted"}) {
+			t.Errorf("try %d: granted %v", try, got)
+		}
+		for _, p := range n.pools[0].granted { // as the end of a producer does
+			p.Release()
+		}
+		if err := n.takeDown(testContext(t)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	next := startNode(t, cfg)
+	if !next.pools[0].region.Adopted() || next.pools[0].grantedBefore != nil {
+		t.Errorf("adopted %v, %v", next.pools[0].region.Adopted(), next.pools[0].grantedBefore)
+	}
+	checkBytes(t, dial(t, next), "granted", 2, 1)
 }
