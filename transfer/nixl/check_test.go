@@ -77,6 +77,24 @@ func TestACheckPassesAgainWhenAgentsThatDiedAreBack(t *testing.T) {
 	}
 }
 
+// READs by a fetch agent that is stopped hang, whatever the serving one does.
+func TestACheckFailsWhileTheFetchAgentIsStopped(t *testing.T) {
+	p := newPlane(t, processes(t))
+	register(t, p, shared(t, 64<<10))
+	c := NewChecker(p)
+	must(t, c.Check(t.Context()))
+	fetch := p.fetchPID()
+	must(t, unix.Kill(fetch, unix.SIGSTOP))
+	brief, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	wantErr(t, "stopped", c.Check(brief), context.DeadlineExceeded)
+	must(t, unix.Kill(fetch, unix.SIGCONT))
+	healthy(t, c)
+	if p.fetchPID() != fetch {
+		t.Error("it was replaced")
+	}
+}
+
 func BenchmarkCheck(b *testing.B) {
 	p := newPlane(b, processes(b))
 	register(b, p, shared(b, 64<<10))
