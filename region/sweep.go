@@ -97,7 +97,7 @@ func sweepRegion(dir *os.File, name string, o SweepOptions) (s Swept) {
 		return s
 	}
 	if pid := flockOwner(f); pid != 0 {
-		s.Reason = fmt.Sprintf("owned by pid %d, which lives", pid)
+		s.Reason = fmt.Sprintf("owned by a live process, pid %d", pid)
 		return s
 	}
 	reap, why := mayReap(f, name, o)

@@ -74,11 +74,10 @@ func (a *app) node(ctx context.Context, c node.Config) error {
 // only says whether an error is target and nothing else. Errors that were joined happened beside each other, so each has to be; any
 // other error is one, whatever it wraps.
 func only(err, target error) bool {
-	if joined, ok := err.(interface{ Unwrap() []error }); ok && reflect.TypeOf(err) == joinedType {
-		return !slices.ContainsFunc(joined.Unwrap(), func(e error) bool { return !only(e, target) })
-	}
-	if inner := errors.Unwrap(err); inner != nil {
-		return only(inner, target)
+	for e := err; e != nil; e = errors.Unwrap(e) {
+		if joined, ok := e.(interface{ Unwrap() []error }); ok && reflect.TypeOf(e) == joinedType {
+			return !slices.ContainsFunc(joined.Unwrap(), func(e error) bool { return !only(e, target) })
+		}
 	}
 	return errors.Is(err, target) || strings.Contains(err.Error(), target.Error()) // agents' processes say it in words
 }

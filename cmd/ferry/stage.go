@@ -17,6 +17,7 @@ import (
 	"github.com/tensorferry/tensorferry/stage"
 	"github.com/tensorferry/tensorferry/stage/connect"
 	"github.com/tensorferry/tensorferry/stage/wire"
+	"github.com/tensorferry/tensorferry/transfer"
 )
 
 // Names of the connectors, after the peers' NixlConnector and SharedMemoryConnector.
@@ -57,6 +58,11 @@ func (f *stageFlags) check() error {
 		return usage("--connector %q: want %s or %s", f.connector, connectorNIXL, connectorSHM)
 	case f.connector == connectorSHM && (len(f.planes) > 0 || f.library != ""):
 		return usage("--planes and --nixl-library are for --connector %s", connectorNIXL)
+	}
+	for _, p := range f.planes {
+		if p != transfer.Mapped && p != transfer.NIXL && p != transfer.TCP {
+			return usage("--planes: no plane is called %q; want some of %s, %s, %s", p, transfer.Mapped, transfer.NIXL, transfer.TCP)
+		}
 	}
 	return nil
 }

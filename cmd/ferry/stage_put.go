@@ -1,11 +1,14 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/hex"
 	"errors"
 	"fmt"
 	"math"
+	"net/netip"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -54,6 +57,9 @@ HOST may be an address of the network: who reaches the port can read the payload
 			if err != nil {
 				return err
 			}
+			if err := checkAdvertised(bind, advertise); err != nil {
+				return err
+			}
 			if err := file.Check(args[0]); err != nil {
 				return usageError{err}
 			}
@@ -90,6 +96,19 @@ HOST may be an address of the network: who reaches the port can read the payload
 	cmd.Flags().DurationVar(&lease, "lease", time.Hour, "how long the payload waits for its first reader")
 	cmd.Flags().BoolVar(&keep, "keep", false, "serve until SIGTERM, however often it is read")
 	return cmd
+}
+
+// checkAdvertised refuses a host that no reader can dial.
+func checkAdvertised(bind *stage.Endpoint, advertise string) error {
+	if bind == nil { // shared memory
+		return nil
+	}
+	host := cmp.Or(advertise, bind.Host)
+	ip, err := netip.ParseAddr(strings.Trim(host, "[]"))
+	if host == "*" || host == "auto" || err == nil && ip.IsUnspecified() {
+		return usage("--advertise-host: %s is no host that a reader can dial; want the name or address by which readers reach this machine", host)
+	}
+	return nil
 }
 
 // putConnector opens the connector, with just the memory that the payload takes.
