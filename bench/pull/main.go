@@ -35,10 +35,11 @@ const (
 	goMapped = "Go <- Go, mapped"
 	goTCP    = "Go <- Go, tcp"
 	rawNIXL  = "bare NIXL READ"
+	aMemcpy  = "memcpy, all cores"
 	aFloor   = "a byte there and back"
 )
 
-var candidates = []string{vllmVLLM, goVLLM, vllmGo, goNIXL, goMapped, goTCP, rawNIXL, aFloor}
+var candidates = []string{vllmVLLM, goVLLM, vllmGo, goNIXL, goMapped, goTCP, rawNIXL, aMemcpy, aFloor}
 
 func main() {
 	rounds := flag.Int("rounds", 21, "turns that count")
@@ -144,6 +145,7 @@ type rig struct {
 	consumer         *peers.Script         // vLLM
 	rawServer, rawIn *process
 	echo             *echo
+	copier           *copier
 }
 
 func (b *bench) newRig(region int64) (r *rig, err error) {
@@ -180,6 +182,9 @@ func (b *bench) newRig(region int64) (r *rig, err error) {
 			return r, fmt.Errorf("bare NIXL: said %q (%w)", ready, err)
 		}
 	}
+	if r.copier, err = newCopier(r.source.client.Pool().Region, r.sinks["mapped"].client.Pool().Region); err != nil {
+		return r, err
+	}
 	if r.echo, err = startEcho(b.self); err != nil {
 		return r, err
 	}
@@ -206,6 +211,9 @@ func (r *rig) close() error {
 		if p != nil {
 			errs = append(errs, p.end(syscall.Signal(0)))
 		}
+	}
+	if r.copier != nil {
+		errs = append(errs, r.copier.close())
 	}
 	if r.echo != nil {
 		errs = append(errs, r.echo.close())
@@ -278,7 +286,7 @@ func (b *bench) candidates(r *rig, w workload) (cs []measure.Candidate, err erro
 		way(vllmGo, func(check bool) (time.Duration, error) { return r.vllmPull(w, ours, check) })
 	}
 	if b.hasNIXL {
-		moves, err := r.moves(w, ours)
+		moves, err := r.moves(r.sinks["nixl"], w, ours)
 		if err != nil {
 			return nil, err
 		}
@@ -291,7 +299,11 @@ func (b *bench) candidates(r *rig, w workload) (cs []measure.Candidate, err erro
 			return time.Duration(sec * 1e9), err
 		})
 	}
-	cs = append(cs, measure.Candidate{Name: aFloor, Run: r.echo.roundTrip})
+	moves, err := r.moves(r.sinks["mapped"], w, ours)
+	if err != nil {
+		return nil, err
+	}
+	cs = append(cs, measure.Timed(aMemcpy, func() error { r.copier.copy(moves); return nil }), measure.Candidate{Name: aFloor, Run: r.echo.roundTrip})
 	cs = slices.DeleteFunc(cs, func(c measure.Candidate) bool { return !b.ways.MatchString(c.Name) })
 	slices.SortFunc(cs, func(x, y measure.Candidate) int {
 		return slices.Index(candidates, x.Name) - slices.Index(candidates, y.Name)
@@ -299,9 +311,8 @@ func (b *bench) candidates(r *rig, w workload) (cs []measure.Candidate, err erro
 	return cs, nil
 }
 
-// moves says where the source has the entries, and where the sink puts them.
-func (r *rig) moves(w workload, p ec.Params) ([]move, error) {
-	sink := r.sinks["nixl"]
+// moves says where the source has the entries, and where a sink puts them.
+func (r *rig) moves(sink *ferryNode, w workload, p ec.Params) ([]move, error) {
 	if err := sink.fetch(p); err != nil {
 		return nil, err
 	}

@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/nixl"
-	"github.com/tensorferry/tensorferry/region"
 )
 
 // The limit of the nixl rows: two processes with an agent each and nothing else, which READ the same bytes between the same pages as
@@ -62,16 +61,7 @@ func newRawEnd(name, path string, writable bool) (*rawEnd, error) {
 	if err != nil {
 		return nil, err
 	}
-	mode := os.O_RDONLY
-	if writable {
-		mode = os.O_RDWR
-	}
-	f, err := os.OpenFile(path, mode, 0)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	m, err := region.Attach(f, writable)
+	m, err := attach(path, writable)
 	if err != nil {
 		return nil, err
 	}
