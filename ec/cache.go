@@ -150,6 +150,7 @@ type Cache struct {
 	idle         []*entry      // that are in no slot
 	reservations []Reservation // not used yet
 	filling      region.Slot   // of enter
+	shape        *[2]int64     // that was made last: the next entry often has the same
 	evict        policy
 	holds        ring[hold]  // by age, all leases being equal also by end
 	heldOrder    ring[entry] // entries with a hold, by their newest
@@ -226,6 +227,7 @@ func bareCache(o CacheOptions, g region.Geometry, pool []byte, slots slotTable) 
 		edges:      make([]uint32, g.Blocks),
 		freeSlots:  make([]int32, 0, slots.Len()),
 		evict:      evict,
+		shape:      new([2]int64),
 		stuck:      noneStuck,
 		absent:     make(map[string]chan struct{}),
 	}

@@ -55,7 +55,10 @@ func (c *Cache) Reserve(key string, s Spec, owner uint64) (*Reservation, error) 
 	e.key, e.dtype, e.bytes, e.blocks, e.owner, e.phase = key, s.Dtype, s.Bytes, int(blocks), owner, phaseFilling
 	// What it had in its life before mostly does again: it was evicted for this one.
 	if e.shape == nil || *e.shape != [2]int64(s.Shape) {
-		e.shape = &[2]int64{s.Shape[0], s.Shape[1]}
+		if *c.shape != [2]int64(s.Shape) {
+			c.shape = &[2]int64{s.Shape[0], s.Shape[1]}
+		}
+		e.shape = c.shape
 	}
 	if !slices.Equal(e.extents, extents) {
 		e.extents = slices.Clone(extents)
