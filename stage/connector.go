@@ -2,6 +2,7 @@ package stage
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -21,6 +22,10 @@ type Connector interface {
 	// Get gets a payload, by the deadline of ctx. Errors: ErrNotFound, ErrFailed, ErrClosing, those of package slab and transfer, and
 	// ctx's. A get that fails leaves the payload for another one, where the producer is ours.
 	Get(ctx context.Context, r Request) (*Got, error)
+	// Republish puts what this connector got under another key. got is the connector's from then on, whatever the error: its Root must
+	// not be written any more, and not be used once the payload is released. Errors are those of Put, and of got's Release; ErrOptions: got
+	// was released already.
+	Republish(ctx context.Context, key string, got *Got, o PutOptions) (*Published, error)
 	// Cleanup releases what was put under key and nobody claimed. ErrClaimed: it is being read.
 	Cleanup(key string) error
 	// Abort tells who waits for key, or asks for it soon, that it will not come.
@@ -140,6 +145,15 @@ func (g *Got) Release() error {
 	f := g.release
 	g.release = nil
 	return f()
+}
+
+// PutAgain is for implementations of Connector: Republish by a copy.
+func PutAgain(ctx context.Context, c Connector, key string, got *Got, o PutOptions) (*Published, error) {
+	if got.release == nil {
+		return nil, fmt.Errorf("%w: what was got was released already", ErrOptions)
+	}
+	p, err := c.Put(ctx, key, got.Root, o)
+	return p, errors.Join(err, got.Release())
 }
 
 // NewGot is for implementations of Connector: g with what its Release does, once.

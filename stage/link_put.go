@@ -76,17 +76,12 @@ func (l *Link) borrow(tensors []tensor.Tensor, allowed bool) (all []borrowed, er
 	return all, nil
 }
 
-// Republish puts what was got by this Link under another key, without a copy unless it was got in place: got is the Link's from then
-// on, whatever the error. Its Root must not be written any more, and not be used once the payload is released. Tensors on a device stay
-// in their pool until then; they do not need PutOptions.Borrow.
+// Republish implements Connector, without a copy unless got came inline or in place. Tensors on a device stay in their pool until the
+// payload is released; they do not need PutOptions.Borrow.
 func (l *Link) Republish(ctx context.Context, key string, got *Got, o PutOptions) (*Published, error) {
 	r := got.received
-	switch {
-	case got.release == nil:
-		return nil, fmt.Errorf("%w: what was got was released already", ErrOptions)
-	case r == nil:
-		p, err := l.Put(ctx, key, got.Root, o)
-		return p, errors.Join(err, got.Release())
+	if got.release == nil || r == nil {
+		return PutAgain(ctx, l, key, got, o)
 	}
 	got.received, got.release = nil, nil
 	m := wire.Metadata{Kind: r.meta.Kind, Specs: r.meta.Specs, Size: r.meta.Size, Ferry: &wire.FerryMetadata{}}

@@ -19,6 +19,9 @@ func ParseJSON(b []byte) (Node, error) {
 	if !utf8.Valid(b) {
 		return nil, fmt.Errorf("%w: JSON that is not UTF-8", ErrFile)
 	}
+	if at := loneSurrogate(b); at >= 0 {
+		return nil, fmt.Errorf("%w: JSON: byte %d: %.6s is half of a character, without the other half; no text can hold it", ErrFile, at, b[at:])
+	}
 	d := jsonReader{json.NewDecoder(bytes.NewReader(b))}
 	d.UseNumber()
 	root, err := d.value(nil, 0)
@@ -31,6 +34,40 @@ func ParseJSON(b []byte) (Node, error) {
 		return nil, err
 	}
 	return root, Check(root)
+}
+
+// loneSurrogate is where the first escape is that stands for a part of a character only, -1 if there is none. The decoder would make U+FFFD
+// of it.
+func loneSurrogate(b []byte) int {
+	// unit is the UTF-16 of the escape at i, -1 if there is none.
+	unit := func(i int) int {
+		if i+6 > len(b) || b[i] != '\\' || b[i+1] != 'u' {
+			return -1
+		}
+		u, err := strconv.ParseUint(string(b[i+2:i+6]), 16, 16)
+		if err != nil {
+			return -1
+		}
+		return int(u)
+	}
+	for i := 0; i < len(b); i++ {
+		if b[i] != '\\' { // which is in texts only
+			continue
+		}
+		u := unit(i)
+		switch {
+		case u >= 0xd800 && u < 0xdc00:
+			if low := unit(i + 6); low < 0xdc00 || low >= 0xe000 {
+				return i
+			}
+			i += 11
+		case u >= 0xdc00 && u < 0xe000:
+			return i
+		default:
+			i++ // what is escaped is no beginning of another one
+		}
+	}
+	return -1
 }
 
 type jsonReader struct{ *json.Decoder }

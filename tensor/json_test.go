@@ -28,6 +28,19 @@ func TestJSONKeepsOrderAndTellsIntsFromFloats(t *testing.T) {
 	}
 }
 
+func TestJSONEscapesAreCharacters(t *testing.T) {
+	for text, want := range map[string]string{
+		`"\ud83d\ude00"`:       "\U0001f600",
+		`"\uD83D\uDE00\u00e9"`: "\U0001f600é",
+		`"\\ud800"`:            `\ud800`,
+		`"\ufffd\ue000\ud7ff"`: "\ufffd\ue000\ud7ff",
+	} {
+		if n, err := ParseJSON([]byte(text)); err != nil || n != String(want) {
+			t.Errorf("%s became %v, %v", text, n, err)
+		}
+	}
+}
+
 func TestJSONThatIsNoTreeIsRefused(t *testing.T) {
 	for _, c := range []struct {
 		text string
@@ -41,6 +54,10 @@ func TestJSONThatIsNoTreeIsRefused(t *testing.T) {
 		{`1 2`, ErrFile},
 		{`{"a":1}}`, ErrFile},
 		{"\"\xff\"", ErrFile},
+		{`"\ud800"`, ErrFile},
+		{`"a\uDBFF\u0041"`, ErrFile},
+		{`{"\udc00":1}`, ErrFile},
+		{`"\ud800\ud800\udc00"`, ErrFile},
 		{`NaN`, ErrFile},
 		{`{"a":1,"a":2}`, ErrTree},
 		{`18446744073709551616`, ErrTree},

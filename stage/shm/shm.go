@@ -178,6 +178,11 @@ func (c *Connector) Healthy() bool {
 	return !c.closed
 }
 
+// Republish implements stage.Connector, by a copy.
+func (c *Connector) Republish(ctx context.Context, key string, got *stage.Got, o stage.PutOptions) (*stage.Published, error) {
+	return stage.PutAgain(ctx, c, key, got, o)
+}
+
 // Cleanup implements stage.Connector. What this connector did not put is left alone.
 func (c *Connector) Cleanup(key string) error {
 	c.mu.Lock()

@@ -302,6 +302,35 @@ func TestAnAbortEndsWaitsOfTheSameConnector(t *testing.T) {
 	}
 }
 
+func TestWhatWasGotIsRepublishedOnceAndReleased(t *testing.T) {
+	dir := shmDir(t)
+	c := open(t, Options{Dir: dir})
+	want := value("k", mapMin)
+	mustPut(t, c, "k", want)
+	got := mustGet(t, c, stage.Request{Key: "k", InPlace: true})
+	if _, err := c.Republish(t.Context(), "again", got, stage.PutOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.Republish(t.Context(), "twice", got, stage.PutOptions{}); !errors.Is(err, stage.ErrOptions) {
+		t.Errorf("of what was released: %v", err)
+	}
+	g := mustGet(t, c, stage.Request{Key: "again"})
+	if !tensor.Equal(g.Root, want) {
+		t.Error("other bytes")
+	}
+	if err := g.Release(); err != nil {
+		t.Error(err)
+	}
+	mustPut(t, c, "mapped", want)
+	got = mustGet(t, c, stage.Request{Key: "mapped", InPlace: true})
+	if _, err := c.Republish(t.Context(), "k", got, stage.PutOptions{Readers: 2}); !errors.Is(err, stage.ErrOptions) {
+		t.Errorf("with two readers: %v", err)
+	}
+	if maps := string(must(os.ReadFile("/proc/self/maps"))); strings.Contains(maps, dir) {
+		t.Error("a mapping is left")
+	}
+}
+
 func TestOutcomesSayHowAPayloadEnded(t *testing.T) {
 	dir := shmDir(t)
 	c := open(t, Options{Dir: dir})

@@ -308,7 +308,10 @@ func TestPayloadsThatDoNotFitAreRefused(t *testing.T) {
 	for i := range many {
 		many[i] = x
 	}
-	if _, err := Pack(dict{field("x", many)}, PackOptions{}); !errors.Is(err, ErrLimit) {
+	if _, err := Pack(dict{field("x", many)}, PackOptions{}); !errors.Is(err, ErrLimit) || !strings.Contains(err.Error(), "65536 tensors in a value, limit 65535") {
+		t.Error(err)
+	}
+	if p, err := Pack(dict{field("x", many[1:])}, PackOptions{}); err != nil || len(p.Tensors) != MaxTensors {
 		t.Error(err)
 	}
 	if p, err := Pack(many, PackOptions{}); err != nil || len(p.Tensors) != MaxTensors {

@@ -52,8 +52,8 @@ func Pack(root tensor.Node, o PackOptions) (*Payload, error) {
 		root, serialize = skeleton, AppendSkeleton
 		p.Kind, p.Tensors = Structured, append(p.Tensors, leaves...)
 	}
-	if len(p.Tensors) > MaxTensors {
-		return nil, fmt.Errorf("%w: %d tensors, limit %d", ErrLimit, len(p.Tensors), MaxTensors)
+	if n := len(p.Tensors); n > MaxTensors { // the first one is not the caller's
+		return nil, fmt.Errorf("%w: %d tensors in a value, limit %d", ErrLimit, n-1, MaxTensors-1)
 	}
 	header, err := serialize(nil, root, o.ObjectOptions)
 	if err != nil {
