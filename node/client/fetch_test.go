@@ -3,6 +3,7 @@ package client
 import (
 	"context"
 	"encoding/json"
+	"runtime"
 	"testing"
 
 	"github.com/tensorferry/tensorferry/ec"
@@ -144,5 +145,48 @@ func TestAnEntryThatMakesNoSenseFailsAloneAndIsNotAskedFor(t *testing.T) {
 	}
 	if _, more := <-ch; more {
 		t.Error("a second result")
+	}
+}
+
+func TestAReplyThatComesWithThePushesIsAllThatAFetchNeeds(t *testing.T) {
+	f := newFakeNode(t)
+	c := f.dial()
+	ch, err := c.Fetch(testContext(t), offered("k"), 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := f.request()
+	if !r.Late {
+		t.Errorf("%+v; want a request whose reply may be late", r)
+	}
+	if err := f.conn.Send(api.MaxReplyFrame, &api.Reply{ID: r.ID, Results: make([]api.Result, 1)}, ready(r.Ops[0].Ref, 0)); err != nil {
+		t.Fatal(err)
+	}
+	if got := <-ch; got.Outcome != ec.FetchReady {
+		t.Errorf("%+v", got)
+	}
+}
+
+func TestNobodyLooksOutForAnswersThatNeverCameSoon(t *testing.T) {
+	if runtime.GOMAXPROCS(0) == 1 {
+		t.Skip("nobody looks out with one processor")
+	}
+	c, l := &Client{}, newFakeNode(t).dial().current()
+	looks := 0
+	for range watchTries + watchAgain {
+		looked := false
+		c.lookOut(l, func() bool { looked = true; return false })
+		if looked {
+			looks++
+		}
+	}
+	if looks != watchTries+1 {
+		t.Errorf("looked out for %d of %d answers, want the first %d and one more", looks, watchTries+watchAgain, watchTries)
+	}
+	c.watch.misses.Store(0)
+	looked := 0
+	c.lookOut(l, func() bool { looked++; return true })
+	if looked != 1 {
+		t.Errorf("looked %d times for an answer that was there", looked)
 	}
 }

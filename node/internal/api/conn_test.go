@@ -7,6 +7,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -48,7 +49,28 @@ func newPair(t testing.TB, o ConnOptions) (a, b *Conn) {
 
 var roomy = ConnOptions{InLimit: MaxReplyFrame, Backlog: 64 << 20}
 
+// receivers are the two ways to receive.
+var receivers = map[string]func(*Conn) (Message, error){
+	"Receive": (*Conn).Receive,
+	"Take": func(c *Conn) (Message, error) {
+		for {
+			if m, ok, err := c.Take(); ok || err != nil {
+				return m, err
+			}
+			if err := c.Await(); err != nil {
+				return nil, err
+			}
+		}
+	},
+}
+
 func TestFramesOfAllSendersArriveWhole(t *testing.T) {
+	for name, receive := range receivers {
+		t.Run(name, func(t *testing.T) { framesOfAllSendersArriveWhole(t, receive) })
+	}
+}
+
+func framesOfAllSendersArriveWhole(t *testing.T, receive func(*Conn) (Message, error)) {
 	a, b := newPair(t, roomy)
 	const senders, each = 8, 50
 	text := strings.Repeat("x", 100_000) // more than the socket takes at once
@@ -64,7 +86,7 @@ func TestFramesOfAllSendersArriveWhole(t *testing.T) {
 	}
 	counts := map[uint64]int{}
 	for range senders * each {
-		m, err := b.Receive()
+		m, err := receive(b)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -84,8 +106,77 @@ func TestFramesOfAllSendersArriveWhole(t *testing.T) {
 	if err := a.Send(MaxReplyFrame, &Bye{}); err != nil {
 		t.Fatal(err)
 	}
-	if m, err := b.Receive(); err != nil {
+	if m, err := receive(b); err != nil {
 		t.Fatal(m, err)
+	}
+}
+
+func TestTakeGivesWholeFramesOnlyAndNeverWaits(t *testing.T) {
+	small, err := AppendFrame(nil, &Reply{ID: 1}, MaxReplyFrame)
+	if err != nil {
+		t.Fatal(err)
+	}
+	large, err := AppendFrame(nil, &Reply{ID: 2, Results: []Result{{Entry: make([]byte, 2*inBuffer)}}}, MaxReplyFrame)
+	if err != nil {
+		t.Fatal(err)
+	}
+	sa, sb := socketPair(t)
+	b, err := NewConn(sb, roomy)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []uint64
+	all := slices.Concat(small, large, small)
+	for at := 0; at < len(all); {
+		n := min(len(all)-len(small)-8-at, 1000)
+		if at < len(small)+8 || n <= 0 { // byte by byte around the lengths
+			n = 1
+		}
+		if _, err := sa.Write(all[at : at+n]); err != nil {
+			t.Fatal(err)
+		}
+		at += n
+		m, ok, err := b.Take()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if whole := at == len(small) || at == len(small)+len(large) || at == len(all); ok != whole {
+			t.Fatalf("after %d bytes: a message %t, want %t", at, ok, whole)
+		}
+		if ok {
+			got = append(got, m.(*Reply).ID)
+		}
+	}
+	if want := []uint64{1, 2, 1}; !slices.Equal(got, want) {
+		t.Errorf("took %v, want %v", got, want)
+	}
+}
+
+func TestWhatIsHeldGoesBeforeTheNextMessage(t *testing.T) {
+	a, b := newPair(t, roomy)
+	for id := range uint64(2) {
+		if err := a.Hold(MaxReplyFrame, &Reply{ID: id}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if m, ok, err := b.Take(); ok || err != nil {
+		t.Fatalf("%v, %v before anything was sent", m, err)
+	}
+	if err := a.Hold(1, &Reply{ID: 9}); !errors.Is(err, ErrLimit) {
+		t.Errorf("%v; want ErrLimit", err)
+	}
+	if err := a.Send(MaxReplyFrame, &Reply{ID: 2}); err != nil {
+		t.Fatal(err)
+	}
+	for id := range uint64(3) {
+		m, ok, err := b.Take()
+		if err != nil || !ok || m.(*Reply).ID != id {
+			t.Errorf("message %d: %+v, %t, %v", id, m, ok, err)
+		}
+	}
+	_ = a.Close()
+	if err := a.Hold(MaxReplyFrame, &Reply{}); !errors.Is(err, ErrClosed) {
+		t.Errorf("after Close: %v; want ErrClosed", err)
 	}
 }
 
@@ -161,11 +252,13 @@ func TestALengthIsCheckedBeforeMemoryIsTaken(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := sa.Write(binary.BigEndian.AppendUint32(nil, 1<<20+1)); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := b.Receive(); !errors.Is(err, ErrLimit) {
-		t.Errorf("%v; want ErrLimit", err)
+	for name, receive := range receivers {
+		if _, err := sa.Write(binary.BigEndian.AppendUint32(nil, 1<<20+1)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := receive(b); !errors.Is(err, ErrLimit) {
+			t.Errorf("%s: %v; want ErrLimit", name, err)
+		}
 	}
 }
 
@@ -180,17 +273,19 @@ func TestAnEndInsideAFrameIsToldFromAnEndBetweenFrames(t *testing.T) {
 		{"after the length", []byte{0, 0, 0, 9}, io.ErrUnexpectedEOF},
 		{"in the payload", []byte{0, 0, 0, 9, 1, 2}, io.ErrUnexpectedEOF},
 	} {
-		sa, sb := socketPair(t)
-		b, err := NewConn(sb, roomy)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if _, err := sa.Write(c.bytes); err != nil {
-			t.Fatal(err)
-		}
-		_ = sa.Close()
-		if _, err := b.Receive(); err != c.want {
-			t.Errorf("%s: %v, want %v", c.name, err, c.want)
+		for name, receive := range receivers {
+			sa, sb := socketPair(t)
+			b, err := NewConn(sb, roomy)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := sa.Write(c.bytes); err != nil {
+				t.Fatal(err)
+			}
+			_ = sa.Close()
+			if _, err := receive(b); err != c.want {
+				t.Errorf("%s, by %s: %v, want %v", c.name, name, err, c.want)
+			}
 		}
 	}
 }
