@@ -34,7 +34,7 @@ type request struct {
 	Name string `json:"name,omitempty"` // of the connector
 
 	// of open
-	Connector string   `json:"connector,omitempty"` // "link", "shm", "nixl"
+	Connector string   `json:"connector,omitempty"` // "link", "shm", "nixl", "limit"
 	Host      string   `json:"host,omitempty"`      // to bind
 	ToHost    string   `json:"-"`                   // Host of the consumer, if it is another
 	Put       bool     `json:"put,omitempty"`
@@ -137,6 +137,16 @@ func (e *end) do(ctx context.Context, q *request) (answer, error) {
 
 func (e *end) open(ctx context.Context, q *request) (at *stage.Endpoint, err error) {
 	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelError}))
+	if q.Connector == limitConnector {
+		if q.Put {
+			q.From = nil
+		}
+		l, at, err := openLimit(q.From)
+		if err == nil {
+			e.connectors[q.Name] = l
+		}
+		return at, err
+	}
 	if q.Connector == "shm" {
 		e.connectors[q.Name], err = shm.Open(shm.Options{Log: log})
 		return nil, err
@@ -211,6 +221,9 @@ func (e *end) get(ctx context.Context, c stage.Connector, q *request) (answer, e
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	took, err := each(len(q.Keys), q.InFlight, func(i int) error {
+		if l, ok := c.(*limit); ok {
+			return l.copied(q.Load)
+		}
 		g, err := c.Get(ctx, stage.Request{Key: q.Keys[i], Metadata: q.Metadata[i], InPlace: q.InPlace})
 		if err != nil {
 			return err
@@ -231,25 +244,11 @@ var seen atomic.Int64 // keeps look from being optimized away
 // look reads one byte of each page: what is used in place has to be mapped, too.
 func look(n tensor.Node) {
 	sum := int64(0)
-	var walk func(tensor.Node)
-	walk = func(n tensor.Node) {
-		switch n := n.(type) {
-		case tensor.Tensor:
-			b := n.Data()
-			for i := 0; i < len(b); i += pageBytes {
-				sum += int64(b[i])
-			}
-		case tensor.List:
-			for _, x := range n {
-				walk(x)
-			}
-		case tensor.Map:
-			for _, x := range n {
-				walk(x.Value)
-			}
+	eachTensor(n, func(b []byte) {
+		for i := 0; i < len(b); i += pageBytes {
+			sum += int64(b[i])
 		}
-	}
-	walk(n)
+	})
 	seen.Add(sum)
 }
 

@@ -17,6 +17,9 @@ const (
 	inPlace   = "mapped, in place"
 	inline    = "inline"
 	ourSHM    = "shm"
+	twoCopies = "two memcpys and a byte there and back"
+
+	limitConnector = "limit"
 )
 
 // way is one candidate.
@@ -50,7 +53,8 @@ func (b *bench) ways() []way {
 	small := link(inline, 64*kib, "mapped")
 	small.most = 64 * kib
 	return append(all, link(ourTCP, noInline, "tcp"), link(ourMapped, noInline, "mapped"), view, small,
-		way{name: ourSHM, open: request{Name: ourSHM, Connector: "shm"}, inPlace: true})
+		way{name: ourSHM, open: request{Name: ourSHM, Connector: "shm"}, inPlace: true},
+		way{name: twoCopies, open: request{Name: twoCopies, Connector: limitConnector}})
 }
 
 func (b *bench) leakCandidates() []way {
