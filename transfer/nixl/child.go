@@ -46,6 +46,7 @@ type child struct {
 	wire   *wire
 	notify func([]byte)
 	pid    int
+	proc   *os.Process
 	statm  *os.File // the kernel's account of its memory; nil: there is no /proc
 
 	reaped chan struct{} // closed when the process is gone
@@ -71,6 +72,7 @@ func startChild(ctx context.Context, o childOptions, notify func([]byte)) (*chil
 		_ = theirs.Close()
 		return nil, err
 	}
+	w.stall = writeStall
 	c := &child{
 		o: o, wire: w, notify: notify, reaped: make(chan struct{}), isOver: make(chan struct{}),
 		pending: map[uint64]func(*fields.Reader, error){},
@@ -124,7 +126,7 @@ func (c *child) run(socket *os.File) error {
 			started <- fmt.Errorf("nixl: start agent process %s: %w", c.o.command[0], err)
 			return
 		}
-		c.pid = cmd.Process.Pid
+		c.pid, c.proc = cmd.Process.Pid, cmd.Process
 		c.statm, _ = os.Open(fmt.Sprintf("/proc/%d/statm", c.pid))
 		started <- nil
 		err = cmd.Wait()
@@ -165,6 +167,9 @@ func (c *child) listen() {
 	for {
 		f, err := c.wire.next()
 		if err != nil {
+			if stalled := c.wire.failure(); errors.Is(stalled, os.ErrDeadlineExceeded) {
+				err = fmt.Errorf("it read nothing for %v: %w", writeStall, stalled)
+			}
 			if !errors.Is(err, io.EOF) && !errors.Is(err, net.ErrClosed) && !errors.Is(err, unix.ECONNRESET) {
 				c.o.log.Error("nixl: an agent process is given up", "role", c.o.role, "pid", c.pid, "err", err)
 			}
@@ -202,13 +207,8 @@ func (c *child) listen() {
 
 var errDied = fmt.Errorf("%w: nixl: the agent process ended", transfer.ErrPeerLost)
 
-func (c *child) kill() {
-	select {
-	case <-c.reaped: // its pid may be another's by now
-	default:
-		_ = unix.Kill(c.pid, unix.SIGKILL) // it may have ended by itself, and is not reaped before Wait returns
-	}
-}
+// kill knows when the process has been waited for, after which its pid may be another's.
+func (c *child) kill() { _ = c.proc.Kill() }
 
 func (c *child) over() <-chan struct{} { return c.isOver }
 
@@ -232,7 +232,7 @@ func (c *child) end() {
 	<-c.isOver
 }
 
-// ask sends a request; done is called once with the reply. It never calls done itself.
+// ask sends a request; done is called once with the reply. It never calls done itself, and never blocks.
 func (c *child) ask(kind frameKind, f *os.File, body func([]byte) []byte, done func(*fields.Reader, error)) error {
 	c.mu.Lock()
 	if c.dead {
@@ -251,7 +251,11 @@ func (c *child) ask(kind frameKind, f *os.File, body func([]byte) []byte, done f
 	_, mine := c.pending[id]
 	delete(c.pending, id)
 	c.mu.Unlock()
-	if !errors.Is(err, transfer.ErrBadRequest) {
+	switch {
+	case errors.Is(err, transfer.ErrBadRequest):
+	case errors.Is(err, errBacklog):
+		err = fmt.Errorf("%w: %w", transfer.ErrPeerLost, err)
+	default:
 		// A part of it may have been sent, so nothing can follow.
 		c.kill()
 		err = fmt.Errorf("%w: nixl: agent process: %w", transfer.ErrPeerLost, err)
@@ -375,7 +379,7 @@ func (c *child) read(r readOp, done func(error)) {
 	if err == nil {
 		return
 	}
-	if errors.Is(err, transfer.ErrBadRequest) {
+	if errors.Is(err, transfer.ErrBadRequest) || errors.Is(err, errBacklog) { // nothing was sent
 		done(err)
 		return
 	}

@@ -7,7 +7,9 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"sync"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -42,6 +44,7 @@ const (
 	maxFrame    = 4 << 20 // a READ of maxPieces has 2.3 MB
 	pieceBytes  = 4 + 4*8
 	writeStall  = 10 * time.Second // an agent process that reads nothing for so long is given up
+	maxBacklog  = 64 << 20         // bytes that wait to be written, of frames that may be refused
 )
 
 type frame struct {
@@ -52,17 +55,33 @@ type frame struct {
 
 var errBadFrame = errors.New("nixl: malformed frame of an agent process")
 
-// wire is one end. Reading is one goroutine's; writing is anybody's.
+// wire is one end. Reading is one goroutine's; writing is anybody's, and never waits: what the socket does not take at once is written
+// by a goroutine, in order, for as long as the other end is there.
 type wire struct {
 	conn *net.UnixConn
+	raw  syscall.RawConn
 
 	buf        []byte
 	start, end int
 	fds        []*os.File // received, in order
 
-	mu  sync.Mutex
-	out []byte
+	mu      sync.Mutex
+	out     []byte
+	stall   time.Duration // the other end may read nothing for so long; 0: for ever
+	backlog []chunk       // not written yet
+	waiting int           // bytes of it
+	writing bool          // a goroutine writes the backlog
+	broken  error         // nothing can be written any more
 }
+
+// chunk is a frame, or the rest of one.
+type chunk struct {
+	bytes []byte
+	file  *os.File // goes with the first byte; owned; nil: none
+}
+
+// errBacklog refuses a frame because too much waits already. The wire goes on.
+var errBacklog = errors.New("nixl: too much waits to be written to an agent process")
 
 func newWire(f *os.File) (*wire, error) {
 	c, err := net.FileConn(f)
@@ -77,12 +96,20 @@ func newWire(f *os.File) (*wire, error) {
 	return wireOf(u), nil
 }
 
-func wireOf(c *net.UnixConn) *wire { return &wire{conn: c, buf: make([]byte, 64<<10)} }
+func wireOf(c *net.UnixConn) *wire {
+	raw, err := c.SyscallConn() // fails only on a connection that was never made
+	return &wire{conn: c, raw: raw, broken: err, buf: make([]byte, 64<<10)}
+}
 
-// send writes one frame, with a file if f is not nil. body appends what follows the header.
+// send writes one frame, with a file if f is not nil, or leaves it to be written. body appends what follows the header. After
+// ErrBadRequest and errBacklog, which a frame of a kind that cannot be missed (urgent) does not get, the wire goes on; after other
+// errors it is over.
 func (w *wire) send(kind frameKind, id uint64, f *os.File, body func([]byte) []byte) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if w.broken != nil {
+		return w.broken
+	}
 	b := append(w.out[:0], 0, 0, 0, 0, byte(kind))
 	b = binary.LittleEndian.AppendUint64(b, id)
 	if body != nil {
@@ -95,21 +122,143 @@ func (w *wire) send(kind frameKind, id uint64, f *os.File, body func([]byte) []b
 		return fmt.Errorf("%w: nixl: a frame of %d bytes, at most %d", transfer.ErrBadRequest, len(b), maxFrame)
 	}
 	binary.LittleEndian.PutUint32(b, uint32(len(b)-4))
-	if err := w.conn.SetWriteDeadline(time.Now().Add(writeStall)); err != nil {
-		return err
+	if w.writing {
+		if w.waiting+len(b) > maxBacklog && !kind.urgent() {
+			return errBacklog
+		}
+		return w.later(slices.Clone(b), f)
 	}
+	n, err := w.now(b, f)
+	switch {
+	case err != nil:
+		w.breakOff(err)
+		return err
+	case n == len(b):
+		return nil
+	case n > 0:
+		f = nil
+	}
+	return w.later(slices.Clone(b[n:]), f)
+}
+
+// urgent frames are few, or bounded by what they answer.
+func (k frameKind) urgent() bool { return k != frameRead && k != frameNotification }
+
+// now writes what the socket takes without waiting. With the lock, and without a backlog.
+func (w *wire) now(b []byte, f *os.File) (n int, err error) {
 	var rights []byte
 	if f != nil {
 		rights = unix.UnixRights(int(f.Fd()))
 	}
-	for len(b) > 0 {
-		n, _, err := w.conn.WriteMsgUnix(b, rights, nil)
+	e := w.raw.Write(func(fd uintptr) bool {
+		for n < len(b) {
+			var k int
+			k, err = unix.SendmsgN(int(fd), b[n:], rights, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+			switch {
+			case err == unix.EINTR:
+				continue
+			case err == unix.EAGAIN:
+				err = nil
+				return true
+			case err != nil:
+				return true
+			}
+			n, rights = n+k, nil
+		}
+		return true
+	})
+	return n, errors.Join(e, err)
+}
+
+// later leaves b, which it takes, to be written. With the lock.
+func (w *wire) later(b []byte, f *os.File) error {
+	c := chunk{bytes: b}
+	if f != nil { // the caller may close it when send returns
+		fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+		if err != nil {
+			return fmt.Errorf("%w: nixl: descriptor for an agent process: %w", transfer.ErrBadRequest, err)
+		}
+		c.file = os.NewFile(uintptr(fd), f.Name())
+	}
+	w.backlog = append(w.backlog, c)
+	w.waiting += len(b)
+	if !w.writing {
+		w.writing = true
+		go w.write()
+	}
+	return nil
+}
+
+// write writes the backlog and ends when there is none.
+func (w *wire) write() {
+	for {
+		w.mu.Lock()
+		if len(w.backlog) == 0 {
+			w.writing = false
+			w.backlog = nil
+			w.mu.Unlock()
+			return
+		}
+		c, stall := w.backlog[0], w.stall
+		w.mu.Unlock()
+		err := w.writeOut(c, stall)
+		w.mu.Lock()
+		if err != nil {
+			w.breakOff(err)
+			w.mu.Unlock()
+			return
+		}
+		w.backlog[0] = chunk{}
+		w.backlog = w.backlog[1:]
+		w.waiting -= len(c.bytes)
+		w.mu.Unlock()
+		if c.file != nil {
+			_ = c.file.Close()
+		}
+	}
+}
+
+func (w *wire) writeOut(c chunk, stall time.Duration) error {
+	var rights []byte
+	if c.file != nil {
+		rights = unix.UnixRights(int(c.file.Fd()))
+	}
+	for b := c.bytes; len(b) > 0; {
+		var deadline time.Time
+		if stall > 0 {
+			deadline = time.Now().Add(stall)
+		}
+		if err := w.conn.SetWriteDeadline(deadline); err != nil {
+			return err
+		}
+		// In parts, so that the deadline is that of some progress.
+		n, _, err := w.conn.WriteMsgUnix(b[:min(len(b), 64<<10)], rights, nil)
 		if err != nil {
 			return err
 		}
 		b, rights = b[n:], nil
 	}
-	return nil
+	return w.conn.SetWriteDeadline(time.Time{})
+}
+
+// breakOff ends the wire at both ends: a part of a frame may have been written, so nothing can follow. With the lock.
+func (w *wire) breakOff(err error) {
+	w.broken = err
+	for _, c := range w.backlog {
+		if c.file != nil {
+			_ = c.file.Close()
+		}
+	}
+	w.backlog, w.waiting = nil, 0
+	_ = w.conn.CloseWrite() // both fail only on a connection that is gone
+	_ = w.conn.CloseRead()
+}
+
+// failure is what ended the writing; nil: nothing did.
+func (w *wire) failure() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.broken
 }
 
 // next reads one frame.

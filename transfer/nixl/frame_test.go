@@ -2,13 +2,16 @@ package nixl
 
 import (
 	"errors"
+	"io"
 	"os"
 	"reflect"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/tensorferry/tensorferry/transfer"
+	"github.com/tensorferry/tensorferry/transfer/transfertest"
 )
 
 func wirePair(t testing.TB) (a, b *wire) {
@@ -40,7 +43,6 @@ func TestFramesOfAnySizeArriveInOrderWithTheirFiles(t *testing.T) {
 				t.Error(err)
 			}
 		}
-		_ = a.conn.Close()
 	}()
 	for i, n := range sizes {
 		f, err := b.next()
@@ -54,8 +56,92 @@ func TestFramesOfAnySizeArriveInOrderWithTheirFiles(t *testing.T) {
 			must(t, file.Close())
 		}
 	}
+	must(t, a.conn.Close())
 	if _, err := b.next(); err == nil {
 		t.Error("a frame after the end")
+	}
+}
+
+// An end that is stopped loses nothing, however long that takes, and holds nobody up.
+func TestWhatAnEndDoesNotReadWaitsForIt(t *testing.T) {
+	a, b := wirePair(t)
+	const frames = 2000
+	size := func(i int) int { return i * 7919 % 3000 }
+	for i := range frames {
+		var f *os.File
+		if i%100 == 99 {
+			var err error
+			f, err = os.Open(os.DevNull)
+			must(t, err)
+		}
+		must(t, a.send(frameReply, uint64(i), f, func(b []byte) []byte { return append(b, make([]byte, size(i))...) }))
+		if f != nil {
+			must(t, f.Close()) // send has what it needs
+		}
+	}
+	for i := range frames {
+		f, err := b.next()
+		must(t, err)
+		if f.id != uint64(i) || len(f.body) != size(i) {
+			t.Fatalf("frame %d of %d bytes, want %d of %d", f.id, len(f.body), i, size(i))
+		}
+		if i%100 == 99 {
+			file, err := b.file()
+			must(t, err)
+			must(t, file.Close())
+		}
+	}
+	transfertest.Eventually(t, "the writer to rest", func() bool {
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		return !a.writing && a.waiting == 0
+	})
+	must(t, a.send(frameReply, frames, nil, nil))
+	if f, err := b.next(); err != nil || f.id != frames {
+		t.Errorf("frame %d after the backlog, error %v", f.id, err)
+	}
+}
+
+func TestTooMuchThatWaitsIsRefusedAndTheWireGoesOn(t *testing.T) {
+	a, b := wirePair(t)
+	part := make([]byte, maxFrame-frameHeader)
+	send := func(kind frameKind) error {
+		return a.send(kind, 0, nil, func(b []byte) []byte { return append(b, part...) })
+	}
+	sent := 0
+	for ; sent < 2*maxBacklog/maxFrame; sent++ {
+		if err := send(frameRead); err != nil {
+			wantErr(t, "READ", err, errBacklog)
+			break
+		}
+	}
+	if at := maxBacklog / maxFrame; sent < at || sent > at+2 {
+		t.Errorf("refused after %d frames of %d MiB", sent, maxFrame>>20)
+	}
+	wantErr(t, "notification", send(frameNotification), errBacklog)
+	must(t, send(frameReply))
+	for range sent + 1 {
+		_, err := b.next()
+		must(t, err)
+	}
+}
+
+func TestAnEndThatReadsNothingForTooLongEndsTheWireAtBothEnds(t *testing.T) {
+	a, b := wirePair(t)
+	a.stall = 20 * time.Millisecond
+	for range 3 {
+		must(t, a.send(frameRead, 0, nil, func(b []byte) []byte { return append(b, make([]byte, 1<<20)...) }))
+	}
+	if _, err := a.next(); !errors.Is(err, io.EOF) {
+		t.Errorf("reading at this end: %v", err)
+	}
+	wantErr(t, "failure", a.failure(), os.ErrDeadlineExceeded)
+	wantErr(t, "send", a.send(frameAttend, 0, nil, nil), os.ErrDeadlineExceeded)
+	for { // what has come
+		if _, err := b.next(); err != nil {
+			wantErr(t, "reading at the other end", err, io.EOF)
+			return
+		}
 	}
 }
 
