@@ -61,7 +61,6 @@ func (c *Client) fetch(ctx context.Context, p ec.Params, timeout time.Duration, 
 			bad = append(bad, FetchResult{Key: key, Outcome: ec.FetchFailed, Reason: err.Error(), Elapsed: time.Since(f.start)})
 			continue
 		}
-		f.bytes += a.SizeBytes
 		f.ops = append(f.ops, api.Op{Kind: api.OpFetch, Key: key, Entry: entry, TimeoutMS: millis(timeout), Map: pin})
 	}
 	f.results = make(chan FetchResult, len(bad)+len(f.ops))
@@ -84,7 +83,6 @@ type fetch struct {
 	c       *Client
 	ctx     context.Context
 	start   time.Time
-	bytes   int64            // announced
 	results chan FetchResult // holds them all, so that nobody waits to send one
 	left    int
 	stop    func() bool
@@ -96,27 +94,10 @@ type fetch struct {
 
 func (f *fetch) begin() error {
 	c := f.c
-	l, err := f.first()
-	if err == nil && f.bytes <= watchBytes {
-		c.lookOut(l, f.over)
-	}
-	return err
-}
-
-// over says whether all results are there.
-func (f *fetch) over() bool {
-	f.c.mu.Lock()
-	defer f.c.mu.Unlock()
-	return f.left == 0
-}
-
-// first checks all operations and sends them, on the connection that it gives.
-func (f *fetch) first() (*link, error) {
-	c := f.c
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.err != nil {
-		return nil, c.err
+		return c.err
 	}
 	f.left = len(f.ops)
 	f.stop = context.AfterFunc(f.ctx, f.canceled)
@@ -130,7 +111,7 @@ func (f *fetch) first() (*link, error) {
 	}
 	f.ops = nil
 	f.send()
-	return f.link, nil
+	return nil
 }
 
 // send sends what is not sent. What cannot be is lost again, and then there is a goroutine to send it on the next connection. Called

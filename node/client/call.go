@@ -159,7 +159,6 @@ func (c *Client) roundTrip(ctx context.Context, l *link, ops []api.Op) ([]api.Re
 	if err != nil {
 		return nil, err
 	}
-	c.lookOut(l, func() bool { return len(reply) > 0 })
 	select {
 	case r := <-reply:
 		return r, nil

@@ -117,8 +117,6 @@ type Client struct {
 	err    error // set before done is closed
 	done   chan struct{}
 	reader sync.WaitGroup
-
-	watch watch
 }
 
 // link is one connection. What was given on it means nothing on another.

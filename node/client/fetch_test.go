@@ -3,7 +3,6 @@ package client
 import (
 	"context"
 	"encoding/json"
-	"runtime"
 	"testing"
 
 	"github.com/tensorferry/tensorferry/ec"
@@ -164,29 +163,5 @@ func TestAReplyThatComesWithThePushesIsAllThatAFetchNeeds(t *testing.T) {
 	}
 	if got := <-ch; got.Outcome != ec.FetchReady {
 		t.Errorf("%+v", got)
-	}
-}
-
-func TestNobodyLooksOutForAnswersThatNeverCameSoon(t *testing.T) {
-	if runtime.GOMAXPROCS(0) == 1 {
-		t.Skip("nobody looks out with one processor")
-	}
-	c, l := &Client{}, newFakeNode(t).dial().current()
-	looks := 0
-	for range watchTries + watchAgain {
-		looked := false
-		c.lookOut(l, func() bool { looked = true; return false })
-		if looked {
-			looks++
-		}
-	}
-	if looks != watchTries+1 {
-		t.Errorf("looked out for %d of %d answers, want the first %d and one more", looks, watchTries+watchAgain, watchTries)
-	}
-	c.watch.misses.Store(0)
-	looked := 0
-	c.lookOut(l, func() bool { looked++; return true })
-	if looked != 1 {
-		t.Errorf("looked %d times for an answer that was there", looked)
 	}
 }
