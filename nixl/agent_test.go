@@ -21,8 +21,8 @@ func eachWorld(t *testing.T, test func(t *testing.T, w world)) {
 	t.Run("fake", func(t *testing.T) {
 		f := NewFake()
 		t.Cleanup(func() { // after the agents' own
-			if a, g, r, p := f.Live(); a+g+r+p != 0 {
-				t.Errorf("left behind: %d agents, %d registrations, %d requests, %d peers", a, g, r, p)
+			if left := f.Objects(); left != (FakeObjects{}) {
+				t.Errorf("left behind: %+v", left)
 			}
 		})
 		test(t, world{f.Library(), f})

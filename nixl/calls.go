@@ -19,6 +19,8 @@ type calls interface {
 	localMetadata(agent handle) ([]byte, Status)
 	loadPeer(agent handle, metadata []byte) (string, Status)
 	invalidatePeer(agent handle, name string) Status
+	connect(agent handle, peer string, backends []handle) Status
+	knows(agent handle, peer string, t MemoryType, ranges []Range) Status // no ranges: the peer at all
 
 	prepare(agent handle, peer string, t MemoryType, ranges []Range, backends []handle) (handle, Status)
 	releasePrepared(agent, prepared handle)
@@ -27,7 +29,9 @@ type calls interface {
 	makeRequest(agent handle, r preparedArgs) (handle, Status)
 	post(agent, request handle) Status
 	status(agent, request handle) Status
-	releaseRequest(agent, request handle)
+	releaseRequest(agent, request handle) (done bool) // false: it is still there, and can be tried again
+	requestBackend(agent, request handle, among []handle) (handle, Status)
+	estimate(agent, request handle) (Estimate, Status)
 	telemetry(agent, request handle) (Telemetry, Status)
 
 	unmap(b []byte) error

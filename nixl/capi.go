@@ -29,7 +29,7 @@ var symbols = []string{
 	"create_notif_map", "destroy_notif_map", "get_notifs", "notif_map_size", "notif_map_get_agent_at",
 	"notif_map_get_notifs_size", "notif_map_get_notif", "gen_notif", "is_stub",
 	"",
-	"get_xfer_telemetry", "get_version", "create_remote_dlist",
+	"get_xfer_telemetry", "create_remote_dlist", "agent_make_connection", "check_remote_md", "query_xfer_backend", "estimate_xfer_cost",
 }
 
 func newCAPI(library uintptr, lookup func(library uintptr, name string) (uintptr, error)) (*capi, error) {
@@ -66,6 +66,9 @@ func (c *capi) call(name string, args ...uintptr) Status {
 	r, _, _ := purego.SyscallN(c.fn[name], args...)
 	return Status(int32(r))
 }
+
+// isStub asks for a C bool, of which only the lowest byte counts.
+func (c *capi) isStub() bool { return c.call("is_stub")&0xff != 0 }
 
 // cstring is s with a final NUL. s holds no NUL: checked by the callers' validation.
 func cstring(s string) *byte {
@@ -106,12 +109,10 @@ type agentConfig struct {
 	telemetry        bool
 }
 
-const syncStrict = 1 // NIXL_CAPI_THREAD_SYNC_STRICT
-
 func (c *capi) createAgent(name string, o AgentConfig) (h handle, s Status) {
 	config := agentConfig{
 		progress:        !o.NoProgressThread,
-		sync:            syncStrict,
+		sync:            int32(o.Sync.native()),
 		progressDelayUS: uint64(o.ProgressDelay.Microseconds()),
 		listenDelayUS:   100_000,
 		telemetry:       o.Telemetry,
@@ -358,10 +359,68 @@ func (c *capi) makeRequest(agent handle, r preparedArgs) (handle, Status) {
 func (c *capi) post(agent, request handle) Status   { return c.call("post_xfer_req", agent, request, 0) }
 func (c *capi) status(agent, request handle) Status { return c.call("get_xfer_status", agent, request) }
 
-// releaseRequest gives both halves back: the library's request and the C shell around it.
-func (c *capi) releaseRequest(agent, request handle) {
-	c.call("release_xfer_req", agent, request)
-	c.call("destroy_xfer_req", request)
+// releaseRequest gives both halves back: the library's request and the C shell around it, which cannot go before it.
+func (c *capi) releaseRequest(agent, request handle) bool {
+	if c.call("release_xfer_req", agent, request) != StatusSuccess {
+		return false
+	}
+	c.call("destroy_xfer_req", request) // refuses only a shell that is not empty
+	return true
+}
+
+func (c *capi) requestBackend(agent, request handle, among []handle) (handle, Status) {
+	if !c.has("query_xfer_backend") {
+		return 0, statusMissing
+	}
+	var shell uintptr
+	if s := c.call("query_xfer_backend", agent, request, uintptr(unsafe.Pointer(&shell))); s != StatusSuccess {
+		return 0, s
+	}
+	defer c.call("destroy_backend", shell)
+	// A backend's handle is a shell that holds one pointer, and this is another shell around the same backend.
+	for _, b := range among {
+		if *(*uintptr)(pointer(b)) == *(*uintptr)(pointer(shell)) {
+			return b, StatusSuccess
+		}
+	}
+	return 0, StatusNotFound
+}
+
+func (c *capi) estimate(agent, request handle) (Estimate, Status) {
+	if !c.has("estimate_xfer_cost") {
+		return Estimate{}, statusMissing
+	}
+	var duration, margin int64
+	var method int32
+	s := c.call("estimate_xfer_cost", agent, request, 0, uintptr(unsafe.Pointer(&duration)), uintptr(unsafe.Pointer(&margin)), uintptr(unsafe.Pointer(&method)))
+	if s != StatusSuccess {
+		return Estimate{}, s
+	}
+	return Estimate{Duration: microseconds(uint64(max(duration, 0))), Margin: microseconds(uint64(max(margin, 0)))}, s
+}
+
+func (c *capi) connect(agent handle, peer string, backends []handle) Status {
+	if !c.has("agent_make_connection") {
+		return statusMissing
+	}
+	o, s := c.options(backends, nil)
+	if s != StatusSuccess {
+		return s
+	}
+	defer c.call("destroy_opt_args", o)
+	return c.call("agent_make_connection", agent, uintptr(unsafe.Pointer(cstring(peer))), o)
+}
+
+func (c *capi) knows(agent handle, peer string, t MemoryType, ranges []Range) Status {
+	if !c.has("check_remote_md") {
+		return statusMissing
+	}
+	list, s := c.list(t, ranges)
+	if s != StatusSuccess {
+		return s
+	}
+	defer c.call("destroy_xfer_dlist", list)
+	return c.call("check_remote_md", agent, uintptr(unsafe.Pointer(cstring(peer))), list)
 }
 
 func (c *capi) telemetry(agent, request handle) (Telemetry, Status) {

@@ -1,11 +1,13 @@
 package nixl
 
 import (
+	"cmp"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"regexp"
-	"sort"
+	"slices"
 	"strings"
 	"sync"
 
@@ -34,19 +36,30 @@ type Candidate struct{ Path, Why string }
 type Option func(*options)
 
 type options struct {
-	path   string
-	getenv func(string) string
-	glob   func(string) ([]string, error)
-	open   func(path string) (uintptr, error)
-	lookup func(library uintptr, name string) (uintptr, error)
-	setenv func(key, value string) error
+	path      string
+	lookupEnv func(string) (string, bool)
+	glob      func(string) ([]string, error)
+	stat      func(string) error
+	open      func(path string) (uintptr, error)
+	lookup    func(library uintptr, name string) (uintptr, error)
+	stub      func(*capi) bool
+	setenv    func(key, value string) error
 }
 
-// WithPath names the file to open; nothing else is tried.
+func (o *options) getenv(key string) string {
+	value, _ := o.lookupEnv(key)
+	return value
+}
+
+// WithPath names the file to open; nothing else is tried. A relative path is one from the working folder.
 func WithPath(path string) Option { return func(o *options) { o.path = path } }
 
 func newOptions(opts []Option) *options {
-	o := &options{getenv: os.Getenv, glob: filepath.Glob, lookup: purego.Dlsym, setenv: os.Setenv}
+	o := &options{lookupEnv: os.LookupEnv, glob: filepath.Glob, lookup: purego.Dlsym, stub: (*capi).isStub, setenv: os.Setenv}
+	o.stat = func(path string) error {
+		_, err := os.Stat(path)
+		return err
+	}
 	o.open = func(path string) (uintptr, error) { return purego.Dlopen(path, purego.RTLD_NOW|purego.RTLD_LOCAL) }
 	for _, f := range opts {
 		f(o)
@@ -57,16 +70,34 @@ func newOptions(opts []Option) *options {
 // wheelFile is where the wheels nixl-cu12 and nixl-cu13 put the library, below site-packages.
 const wheelFile = ".nixl_cu1*.mesonpy.libs/libnixl_capi.so"
 
-// Find lists the libraries of this machine in the order in which Load would take them: the path given, the environment variable
-// NIXL_CAPI_LIB, the active Python venv, the user's and the system's site-packages, system folders.
+// Find lists the libraries of this machine in the order in which Load tries them: the path given, or else the environment variable
+// NIXL_CAPI_LIB, and nothing else if either names a file; or else the active Python venv (VIRTUAL_ENV), the user's site-packages
+// (below HOME/.local), the system's, system folders. In one place a newer Python comes before an older, and CUDA 13 before 12.
+// Paths are absolute, and files are there. Nothing is opened.
 func Find(opts ...Option) []Candidate { return newOptions(opts).find() }
 
-func (o *options) find() []Candidate {
-	if o.path != "" {
-		return []Candidate{{o.path, "the path given"}}
+// named is the one file that counts if there is one, by WithPath or the environment. It need not be there.
+func (o *options) named() (Candidate, bool) {
+	path, why := o.path, "the path given"
+	if path == "" {
+		path, why = o.getenv(LibraryEnv), "the environment variable "+LibraryEnv
 	}
-	if path := o.getenv(LibraryEnv); path != "" {
-		return []Candidate{{path, "the environment variable " + LibraryEnv}}
+	if path == "" {
+		return Candidate{}, false
+	}
+	// To dlopen, a name without a slash is one to look for in the system's folders.
+	if absolute, err := filepath.Abs(path); err == nil {
+		path = absolute
+	}
+	return Candidate{path, why}, true
+}
+
+func (o *options) find() []Candidate {
+	if c, ok := o.named(); ok {
+		if o.stat(c.Path) != nil {
+			return nil
+		}
+		return []Candidate{c}
 	}
 	places := []Candidate{}
 	if venv := o.getenv("VIRTUAL_ENV"); venv != "" {
@@ -87,12 +118,42 @@ func (o *options) find() []Candidate {
 		if err != nil {
 			continue
 		}
-		sort.Sort(sort.Reverse(sort.StringSlice(matches))) // cu13 before cu12, a newer Python before an older
+		slices.SortFunc(matches, func(a, b string) int { return compareVersions(b, a) }) // cu13 before cu12, a newer Python before an older
 		for _, path := range matches {
+			if absolute, err := filepath.Abs(path); err == nil {
+				path = absolute
+			}
 			found = append(found, Candidate{path, place.Why})
 		}
 	}
 	return found
+}
+
+// compareVersions compares text, and runs of digits in it by their value: python3.9 comes before python3.12.
+func compareVersions(a, b string) int {
+	for a != "" && b != "" {
+		if n, m := digits(a), digits(b); n > 0 && m > 0 {
+			x, y := strings.TrimLeft(a[:n], "0"), strings.TrimLeft(b[:m], "0")
+			if c := cmp.Or(cmp.Compare(len(x), len(y)), strings.Compare(x, y)); c != 0 {
+				return c
+			}
+			a, b = a[n:], b[m:]
+			continue
+		}
+		if a[0] != b[0] {
+			break
+		}
+		a, b = a[1:], b[1:]
+	}
+	return strings.Compare(a, b)
+}
+
+// digits is the length of the run of digits that s begins with.
+func digits(s string) int {
+	if i := strings.IndexFunc(s, func(r rune) bool { return r < '0' || r > '9' }); i >= 0 {
+		return i
+	}
+	return len(s)
 }
 
 var loaded struct {
@@ -100,8 +161,9 @@ var loaded struct {
 	library *Library
 }
 
-// Load finds and opens the library once per process; later calls give the same one. It sets UCX's environment first, except for what the
-// operator set (see Environment). ErrNotFound if there is none, ErrUnsupported if it lacks a needed symbol.
+// Load finds and opens the library once per process; later calls give the same one. Of several (see Find) the first that can be used is
+// taken; what was wrong with those before it is in Library.Why. It sets UCX's environment first, except for what the operator set, be
+// it to nothing (see Environment). ErrNotFound if there is none, ErrUnsupported if it lacks a needed symbol.
 func Load(opts ...Option) (*Library, error) {
 	o := newOptions(opts)
 	loaded.Lock()
@@ -120,23 +182,49 @@ func Load(opts ...Option) (*Library, error) {
 }
 
 func samePath(a, b string) bool {
+	if absolute, err := filepath.Abs(a); err == nil {
+		a = absolute
+	}
 	resolved, err := filepath.EvalSymlinks(a)
 	return err == nil && resolved == b
 }
 
+const howToInstall = "install it with `pip install nixl` into the active venv, or name the file by " + LibraryEnv
+
 func (o *options) load() (*Library, error) {
 	candidates := o.find()
 	if len(candidates) == 0 {
-		return nil, fmt.Errorf("%w: install it with `pip install nixl` into the active venv, or name the file by %s", ErrNotFound, LibraryEnv)
+		if c, ok := o.named(); ok {
+			return nil, fmt.Errorf("%w: %s (%s): %w; correct it, or %s", ErrNotFound, c.Path, c.Why, o.stat(c.Path), howToInstall)
+		}
+		return nil, fmt.Errorf("%w: %s", ErrNotFound, howToInstall)
 	}
-	taken := candidates[0]
+	var bad []error
+	for i, taken := range candidates {
+		l, err := o.openOne(taken)
+		if err != nil {
+			bad = append(bad, err)
+			continue
+		}
+		for _, err := range bad {
+			l.Why += fmt.Sprintf("; passed over: %v", err)
+		}
+		if more := candidates[i+1:]; len(more) > 0 {
+			l.Why += fmt.Sprintf("; %d more found, first of them %s", len(more), more[0].Path)
+		}
+		return l, nil
+	}
+	return nil, errors.Join(bad...)
+}
+
+func (o *options) openOne(taken Candidate) (*Library, error) {
 	// A symbolic link would break the library's $ORIGIN, by which it finds its plugins and UCX.
 	path, err := filepath.EvalSymlinks(taken.Path)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %s (%s): %w", ErrNotFound, taken.Path, taken.Why, err)
 	}
 	for key, value := range Environment() {
-		if o.getenv(key) != "" {
+		if _, set := o.lookupEnv(key); set {
 			continue
 		}
 		if err := o.setenv(key, value); err != nil {
@@ -151,14 +239,10 @@ func (o *options) load() (*Library, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s (%s): %w", path, taken.Why, err)
 	}
-	if c.call("is_stub") != 0 {
+	if o.stub(c) {
 		return nil, fmt.Errorf("%w: %s (%s) is NIXL's stub library", ErrUnsupported, path, taken.Why)
 	}
-	why := taken.Why
-	if n := len(candidates) - 1; n > 0 {
-		why = fmt.Sprintf("%s; %d more found, first of them %s", why, n, candidates[1].Path)
-	}
-	return &Library{Path: path, Why: why, Version: o.version(path, c), c: c}, nil
+	return &Library{Path: path, Why: taken.Why, Version: o.version(path, c), c: c}, nil
 }
 
 var distInfo = regexp.MustCompile(`nixl_cu1\d-([0-9][0-9A-Za-z.]*)\.dist-info$`)
@@ -177,7 +261,7 @@ func (o *options) version(path string, c *capi) string {
 	return "1.3 or 1.4"
 }
 
-// Environment is what Load sets before it opens the library, where the operator has not: found by running NIXL 1.3.2 and 1.5.1.
+// Environment is what Load sets before it opens the library, where the operator has not (an empty value counts as set): found by running NIXL 1.3.2 and 1.5.1.
 //
 //   - UCX_DEBUG_SIGNO=0: UCX would take SIGHUP away from Go.
 //   - UCX_LOG_FILE=stderr: UCX would write into stdout.

@@ -70,6 +70,7 @@ type Registration struct {
 	h      handle
 	typ    MemoryType
 	ranges []Range
+	epoch  uint64 // of the agent
 }
 
 // Register offers ranges to peers, for the given backends (none: all of the agent's). The memory must stay mapped until Close.
@@ -86,7 +87,7 @@ func (a *Agent) Register(t MemoryType, ranges []Range, backends ...*Backend) (*R
 	if err != nil {
 		return nil, err
 	}
-	r := &Registration{agent: a, typ: t, ranges: append([]Range(nil), ranges...)}
+	r := &Registration{agent: a, typ: t, ranges: append([]Range(nil), ranges...), epoch: a.epoch.Add(1)}
 	if err := a.addRegistration(r); err != nil {
 		return nil, err
 	}
@@ -99,16 +100,17 @@ func (a *Agent) Register(t MemoryType, ranges []Range, backends ...*Backend) (*R
 	return r, nil
 }
 
-// Close withdraws the memory: new READs of peers fail, one under way may still touch it (see the package's rules).
-// Closing twice, or after the agent, is no error.
+// Close withdraws the memory: new READs of peers fail, one under way may still touch it (see the package's rules). Own requests and lists
+// that name it cannot be posted any more: ErrClosed. Closing twice, or after the agent, is no error.
 func (r *Registration) Close() error {
-	if err := r.agent.enter(); err != nil {
+	if err := r.agent.enterAlone(); err != nil {
 		return nil
 	}
-	defer r.agent.leave()
+	defer r.agent.gate.Unlock()
 	if !r.agent.dropRegistration(r) {
 		return nil
 	}
+	r.agent.closes++
 	return r.agent.c.deregister(r.agent.h, r.h).err("deregister")
 }
 

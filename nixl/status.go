@@ -18,6 +18,8 @@ const (
 	StatusException    Status = -4
 	StatusNoTelemetry  Status = -5
 	StatusNotFound     Status = -6 // since 1.4
+
+	statusMissing Status = -1 << 31 // ours: the library has no such call
 )
 
 var statusText = map[Status]string{
@@ -44,6 +46,9 @@ func (s Status) err(operation string) error {
 	if s == StatusSuccess {
 		return nil
 	}
+	if s == statusMissing {
+		return fmt.Errorf("%s: %w", operation, ErrUnsupported)
+	}
 	return fmt.Errorf("%s: %w", operation, s)
 }
 
@@ -51,8 +56,9 @@ func (s Status) err(operation string) error {
 var (
 	// ErrClosed: the agent, registration, peer or request is closed or released.
 	ErrClosed = errors.New("nixl: closed")
-	// ErrStalePeer: the peer was added again under its name (it restarted), so this one is over.
-	ErrStalePeer = errors.New("nixl: the peer was replaced by a newer one of the same name")
+	// ErrStalePeer: what this Peer stood for is over, since it was added again under its name (it restarted), or was lost when newer
+	// metadata of it could not be loaded; or a request or list was made before the library had to forget and reload the peer: make it anew.
+	ErrStalePeer = errors.New("nixl: the peer was replaced or reloaded since")
 	// ErrNotFound: no libnixl_capi on this machine.
 	ErrNotFound = errors.New("nixl: libnixl_capi.so not found")
 	// ErrUnsupported: the library lacks a symbol.
