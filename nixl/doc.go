@@ -5,18 +5,61 @@
 // Load says what is missing. The shared library ships in the Python wheels nixl-cu12 and nixl-cu13. Versions 1.3 and 1.5 are known
 // to work; which calls are there is found out by symbol.
 //
-// The order of use is Load, NewAgent, CreateBackend, Register, LocalMetadata on the side that is read; the same plus AddPeer, Read,
+// The order of use is Load, NewAgent, CreateBackend, Register, LocalMetadata on the side that is read; the same plus AddPeer, NewRequest,
 // Post, Wait, Release on the side that reads. A READ may carry a notification, which Notifications returns at the other side.
+//
+// # Finding the library
+//
+// Load takes the file that WithPath names, or else the one that the environment variable NIXL_CAPI_LIB names. If neither does, it looks
+// in the active Python venv (VIRTUAL_ENV), in the user's site-packages (below HOME/.local), in the system's site-packages and in a few
+// system folders, in that order, and takes the first that it can use. Find lists them; Library.Why says which was taken, and why others were not.
+//
+// # Environment
+//
+// UCX, below NIXL, is configured by environment variables that it reads when it is loaded. Load sets those of Environment before, unless
+// they are set already (to nothing counts too), for the whole process. What an operator sets otherwise, such as UCX_TLS and
+// UCX_NET_DEVICES, is UCX's own matter. NIXL_LOG_LEVEL, too, has to be set before Load.
 //
 // # Rules that the C library sets
 //
 //   - Memory is named by address. What is registered or used as a destination must lie outside the Go heap (mmap, C, a device), and must
-//     stay mapped until the registration is closed and every request that writes it has reached a terminal status.
-//   - Releasing a request that is in progress does not stop it: its destination may still be written. Only closing the agent stops it.
-//   - The source is not protected. Whoever knows an agent's metadata can read, and write, what it registered.
+//     stay mapped until the registration is closed and every request that writes it is settled (Request.Settled).
+//   - Memory that was registered is unmapped by Library.Unmap, which is libc's munmap, and not by a plain system call (unix.Munmap,
+//     syscall.Munmap): UCX caches what it knows of memory and watches libc for its end.
+//   - Releasing a request that is in progress does not stop it: its destination may still be written. Only closing the agent stops it. So
+//     it is after an error of a request of several ranges, and after Peer.Close.
 //   - A peer that froze leaves a request in progress for ever: deadlines are the caller's (Request.Wait takes a context).
+//   - A request or list is bound to what the library knew when it was made. This package refuses to post it once the peer was replaced or
+//     lost (ErrStalePeer) or its local memory withdrawn (ErrClosed), where the library would use what it has freed.
+//   - Nothing tells of notifications: poll Agent.Notifications, often while one is expected.
 //   - Some failures of UCX end the process. A program that must live runs its agents in a process of their own.
 //
-// All methods are safe for concurrent use; agents are created with NIXL's strict thread synchronization. Nothing here keeps a Go
-// pointer in C, every C object is freed, and methods called after Close or Release return ErrClosed.
+// # Security
+//
+// There is none in NIXL. Whoever can reach an agent, or knows its metadata, can read any address of its process, registered or not, and
+// write what is mapped for writing: metadata can be forged, and UCX listens on every interface without authentication. A READ of what is not
+// mapped can end the process that is read. So an agent belongs in a process that holds nothing but what may be read, on a network that is
+// trusted, and memory that must not be written is mapped read-only.
+//
+// Foreign metadata is checked field by field before the library sees it (see AddPeer): its framing, the counts and lengths of its lists, and
+// the lengths in UCX's keys. What cannot be checked is UCX's own: a connection's address, and the content of a key. UCX reads these
+// without being told their length, and damaged ones can end the process. Load metadata of strangers only in a process of its own.
+//
+// # Prepared lists
+//
+// A transfer of many small ranges costs mostly the making of its request. Agent.Prepare checks a list of ranges once, one of own memory and
+// one of a peer's; Agent.NewPreparedRequest makes requests from them by index.
+//
+// # Device memory
+//
+// VRAM is registered and read like DRAM, by device address, with Range.Device the CUDA device's number and MemoryType VRAM; UCX needs its
+// CUDA modules, which the wheels have. A CUDA context is current for a thread: keep the goroutine that registers and posts on one
+// (runtime.LockOSThread), with the context of the memory. Either side may be VRAM.
+//
+// # Concurrency
+//
+// Methods are safe for concurrent use with SyncStrict, the default of AgentConfig: a call that runs while what it uses is closed or released
+// ends first, and the C object lives until then; later calls return ErrClosed. AddPeer, Peer.Close, Registration.Close and Agent.Close wait
+// for calls under way on their agent, and others wait for them. With SyncOneOwner all calls on an agent must come one after the other.
+// Nothing here keeps a Go pointer in C, and every C object is freed.
 package nixl
