@@ -125,9 +125,14 @@ func (e *realEnd) consume() {
 // eventually polls, for what ends on goroutines of planes and sockets.
 func eventually(t testing.TB, what string, f func() bool) {
 	t.Helper()
-	for end := time.Now().Add(20 * time.Second); !f(); time.Sleep(time.Millisecond) {
+	within(t, 20*time.Second, what, f)
+}
+
+func within(t testing.TB, limit time.Duration, what string, f func() bool) {
+	t.Helper()
+	for end := time.Now().Add(limit); !f(); time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
-			t.Fatalf("not within 20 s: %s", what)
+			t.Fatalf("not within %v: %s", limit, what)
 		}
 	}
 }
@@ -202,7 +207,8 @@ func TestManyFetchesAndCancelsMixNothingUpAndLeaveNothing(t *testing.T) {
 		if st.ReadErrors != 0 || st.VerifyFailed != 0 {
 			t.Errorf("%d READs failed, %d were not verified, because others gave up", st.ReadErrors, st.VerifyFailed)
 		}
-		eventually(t, "no grant, no pin, nothing being filled or in quarantine", func() bool {
+		// What a fetch that was given up could not say any more ends with its grant's lease.
+		within(t, 2*Timeouts{}.WithDefaults().GrantLease, "no grant, no pin, nothing being filled or in quarantine", func() bool {
 			s := to.cache.Stats()
 			return from.producer.Stats().Grants == 0 && from.cache.Stats().PinnedBlocks == 0 && s.FillingBlocks == 0 && s.QuarantinedBlocks == 0
 		})
