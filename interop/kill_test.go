@@ -1,8 +1,12 @@
 package interop
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
+	"io"
+	"net"
+	"os"
 	"strings"
 	"syscall"
 	"testing"
@@ -70,17 +74,84 @@ func TestANodeDoesNotDeliverWhatAVLLMHasReused(t *testing.T) {
 	n.wantOutcomes(<-done, p.Entries, ec.FetchMissing)
 }
 
-func TestANodeKilledInAReadFromVLLMLeavesThatServing(t *testing.T) {
+// endsByUCX waits until the producer has let go of its grants, and says whether it ended by UCX's own error before.
+func (p *producer) endsByUCX() bool {
+	p.t.Helper()
+	ended := false
+	eventually(p.t, "vLLM to let go of its grants", func() bool {
+		if ended = p.over(); ended {
+			return true
+		}
+		if _, err := io.WriteString(p.stdin, "stats\n"); err != nil {
+			return false // it is ending
+		}
+		select {
+		case line, ok := <-p.lines:
+			return ok && bytes.Contains(line, []byte(`"active_grants": 0`))
+		case <-p.ended:
+			ended = true
+			return true
+		}
+	})
+	if text, err := os.ReadFile(p.log); ended && !bytes.Contains(text, []byte("Fatal: unexpected error: Endpoint timeout")) {
+		p.t.Fatalf("vLLM ended (%v)", err)
+	}
+	return ended
+}
+
+// What vLLM granted a node that is dead, it keeps for its own lease (30 s, here 3 s).
+func TestANodeKilledBeforeAndInAReadFromVLLMLeavesThatServing(t *testing.T) {
 	t.Setenv("UCX_TLS", "tcp") // over shared memory a READ is over at once
-	p := launchProducer(t, "--count", "3", "--size", "64M")
-	n := startNode(t, "--ec-cpu-bytes", "512MiB")
+	const size = 64 * mib
+	args := []string{"--count", "1", "--size", "64M", "--region", "160M", "--pin-lease", "3"}
+	p := launchProducer(t, args...)
+	n := startNode(t, "--ec-cpu-bytes", "256MiB")
 	p.ready()
-	done := n.begin(p.Params, time.Minute)
-	eventually(t, "a READ to be granted", func() bool { return p.stat("active_grants") > 0 })
-	n.kill()
-	<-done
-	n = n.again("--ec-cpu-bytes", "512MiB")
-	n.wantOutcomes(n.fetch(p.Params, time.Minute), p.Entries, ec.FetchReady)
+	gate := newGate(t, p.Host+":"+fmt.Sprint(p.Port))
+	again := func(want map[string]int) {
+		t.Helper()
+		n = n.again("--ec-cpu-bytes", "256MiB")
+		n.wantOutcomes(n.fetch(p.Params, time.Minute), want, ec.FetchReady)
+		eventually(t, "vLLM to let go of its grants", func() bool { return p.stat("active_grants") == 0 })
+		if pins, blocks := p.stat("pins"), p.stat("free_blocks")+p.stat("evictable_blocks"); pins != 0 || blocks != p.stat("blocks") {
+			t.Errorf("vLLM has %d pins, and %d blocks that it can use", pins, blocks)
+		}
+	}
+
+	t.Run("between ack and READ", func(t *testing.T) {
+		gate.hold()
+		done := n.begin(p.through(gate), time.Minute)
+		eventually(t, "the ack to be held back", func() bool { return gate.held() == 1 })
+		n.kill()
+		<-done
+		gate.release()
+		again(p.Entries)
+	})
+	t.Run("in a READ", func(*testing.T) {
+		sizes := entries(1, 1, size)
+		p.insert(sizes)
+		gate.hold()
+		done := n.begin(p.through(gate), time.Minute)
+		eventually(t, "the ack to be held back", func() bool { return gate.held() == 1 })
+		n.destinationOf(key(1)).stopHalfWay(gate, p.cmd.Process.Pid)
+		n.kill()
+		<-done
+		p.signal(syscall.SIGCONT)
+		// vLLM's own UCX may end it then, as it would with a vLLM for a reader.
+		if p.endsByUCX() {
+			p = startProducer(t, args...)
+			p.insert(sizes)
+		}
+		again(sizes)
+	})
+	t.Run("others take the place of what they were granted", func(*testing.T) {
+		more := entries(2, 2, size)
+		p.insert(more)
+		n.wantOutcomes(n.fetch(p.Params, time.Minute), more, ec.FetchReady)
+		if entries := p.stat("entries"); entries != len(more) {
+			t.Errorf("vLLM has %d entries, want the last %d", entries, len(more))
+		}
+	})
 	n.stopClean()
 }
 
@@ -125,5 +196,61 @@ func TestAVLLMKilledBetweenAckAndReadLeavesTheNodeServing(t *testing.T) {
 	next.pullAll(n.address(), sizes)
 	// Nobody knows that it is dead and not only away, so what it was granted stays (V1).
 	eventually(t, "its grants to be burned", func() bool { return n.metric("tensorferry_burned_grants") == 2 })
+	n.fill()
+	for _, i := range n.lookup(key(0), key(1)) {
+		if i.State != ec.Ready || i.Pins != 1 {
+			t.Errorf("want it kept: %+v", i)
+		}
+	}
+	n.killServingAgent() // what ends them; by rotation it takes minutes
+	n.wantSettled(0)
 	next.alive()
+}
+
+// A vLLM that is started anew under the name of its NIXL agent, and at its port, is another session. What the one before was granted is not
+// its, and stays: nobody knows that that one is dead and not only away (V1).
+func TestAVLLMThatIsStartedAnewUnderItsNameIsAnotherOne(t *testing.T) {
+	port := fmt.Sprint(freePort(t))
+	same := []string{"--engine-id", "the-same", "--port", port}
+	c, next := launchConsumer(t, same...), launchConsumer(t, append(same, "--later")...)
+	n := startNode(t, small...)
+	gate := newGate(t, n.address())
+	warm, late := entries(0, 1, 64*kib), entries(1, 1, 64*kib)
+	n.put(warm)
+	n.put(late)
+	c.ready()
+	c.pullAll(gate.address(), warm)
+	gate.hold()
+	c.ask(gate.address(), late)
+	eventually(t, "the ack to be held back", func() bool { return gate.held() == 1 })
+	c.kill()
+	gate.release()
+
+	next.say("")
+	next.ready()
+	next.pullAll(n.address(), late)
+	eventually(t, "the grant of the one before to be burned, and no other", func() bool {
+		return n.metric("tensorferry_burned_grants") == 1 && n.metric("tensorferry_grants") == 1
+	})
+	n.fill()
+	if i := n.lookup(key(0), key(1)); i[0].State != ec.Absent || i[1].State != ec.Ready || i[1].Pins != 1 {
+		t.Errorf("want what was read evicted, and what was granted kept: %+v", i)
+	}
+	next.evict()
+	next.pullAll(n.address(), late)
+	n.put(warm)
+	next.pullAll(n.address(), warm)
+	n.killServingAgent() // ends the grant; the clock does so after minutes
+	n.wantSettled(1)
+	n.put(entries(2, 1, mib))
+	next.pullAll(n.address(), entries(2, 1, mib))
+	next.alive()
+}
+
+func freePort(t testing.TB) int {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	must(t, err)
+	defer l.Close()
+	return l.Addr().(*net.TCPAddr).Port
 }

@@ -358,19 +358,32 @@ func entries(first, n int, sizes ...int) map[string]int {
 
 // pattern is the bytes of an entry, as ec_common.py has them.
 func pattern(key string, n int) []byte {
-	sum := sha256.Sum256([]byte(key))
-	seed := binary.LittleEndian.Uint64(sum[:])
+	seed := seedOf(key)
 	b := make([]byte, 0, n+8)
 	for j := uint64(1); len(b) < n; j++ {
-		z := j*0x9E3779B97F4A7C15 + seed
-		z ^= z >> 30
-		z *= 0xBF58476D1CE4E5B9
-		z ^= z >> 27
-		z *= 0x94D049BB133111EB
-		z ^= z >> 31
-		b = binary.LittleEndian.AppendUint64(b, z)
+		b = binary.LittleEndian.AppendUint64(b, mix(seed, j))
 	}
 	return b[:n]
+}
+
+// word is the i-th of the pattern's words of 8 bytes.
+func word(key string, i int) []byte {
+	return binary.LittleEndian.AppendUint64(nil, mix(seedOf(key), uint64(i)+1))
+}
+
+func seedOf(key string) uint64 {
+	sum := sha256.Sum256([]byte(key))
+	return binary.LittleEndian.Uint64(sum[:])
+}
+
+func mix(seed, j uint64) uint64 {
+	z := j*0x9E3779B97F4A7C15 + seed
+	z ^= z >> 30
+	z *= 0xBF58476D1CE4E5B9
+	z ^= z >> 27
+	z *= 0x94D049BB133111EB
+	z ^= z >> 31
+	return z
 }
 
 // children are the processes that a process has started.

@@ -7,7 +7,8 @@ A JSON object a line on stdin:
         taken as they are
   {"abort": ["<mm_hash>", ...]}   end the requests for these keys without waiting; answered {"aborted": n}
   {"evict": true}                 forget all local copies; answered {"evicted": n}
-  {"state": true}                 answered {"state": {...}}
+  {"state": true}                 answered {"state": {...}, "pulls": {"<mm_hash>": {"blocks": [...], "posted": bool}, ...}}: of those that are not over, the
+        blocks to fill, and whether the READ is posted
 It ends at the end of stdin. Exit status 70: an exception left the scheduler's step, which would end an engine."""
 import argparse, json, os, select, sys, time
 import ec_common as C
@@ -15,7 +16,8 @@ import ec_common as C
 class Live:
     def __init__(self, a):
         from consumer_lib import Cons  # not before C.speak
-        self.c = Cons(region=a.region, hidden=a.hidden, width=a.width, dtype=a.dtype, model=a.model, ack_timeout=a.ack_timeout)
+        self.c = Cons(region=a.region, hidden=a.hidden, width=a.width, dtype=a.dtype, model=a.model, ack_timeout=a.ack_timeout,
+                      engine_id=a.engine_id, port=a.port)
         if a.compat: self.c.sch._compat_hash = a.compat
         self.waiting = {}  # request id -> (hash, request, start, size)
 
@@ -33,7 +35,10 @@ class Live:
             n = len(self.c.sch._cache._entries)
             self.c.evict_all()
             C.emit({"evicted": n - len(self.c.sch._cache._entries)})
-        elif "state" in m: C.emit({"state": C.cache_state(self.c.conn)})
+        elif "state" in m:
+            pulls = [x for s in self.c.sch._sessions.values() for x in s._xfers.values()]
+            C.emit({"state": C.cache_state(self.c.conn),
+                    "pulls": {x.mm_hash: {"blocks": list(x.block_indices), "posted": x.transfer_handle is not None} for x in pulls}})
         else: raise ValueError(f"unknown command {m}")
 
     def end(self, i, result, good=None):
@@ -63,14 +68,21 @@ def main():
     p.add_argument("--ack-timeout", type=float, default=None, help="consumer_ack_timeout_s")
     p.add_argument("--version", type=int, default=None, help="connector_version to send")
     p.add_argument("--speaks", type=int, default=None, help="be a build of that protocol version")
+    p.add_argument("--engine-id", default=None, help="also the name of its NIXL agent")
+    p.add_argument("--port", type=int, default=None, help="be a producer too, that listens there")
+    p.add_argument("--later", action="store_true", help="import everything, and begin with the first line on stdin")
     a = p.parse_args()
     C.speak(a.speaks)
+    if a.later:
+        import consumer_lib, vllm.distributed.ec_transfer.ec_connector.factory, vllm.distributed.nixl_utils  # noqa: F401
+        C.make_request("first", [("first", 1)])
+        os.read(0, 1)
     if a.version is not None:
         import functools
         from vllm.distributed.ec_transfer.ec_connector.cpu import session as S
         S.XferReq = functools.partial(S.XferReq, connector_version=a.version)
     live = Live(a)
-    C.emit({"ready": True, "compat_hash": live.c.sch._compat_hash, "pid": os.getpid()})
+    C.emit({"ready": True, "compat_hash": live.c.sch._compat_hash, "pid": os.getpid(), "shm": live.c.sch._region._mmap_path})
     os.set_blocking(0, False)
     buf = b""
     while True:
