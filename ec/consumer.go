@@ -90,7 +90,7 @@ type Timeouts struct {
 	Connect    time.Duration // a peer that cannot be connected to for so long is unreachable: 5 s
 	Read       time.Duration // one READ: 20 s
 	Quarantine time.Duration // a destination after a READ that timed out: 60 s
-	Item       time.Duration // one key over all tries: 60 s
+	Item       time.Duration // one Fetch over all tries, and one pull: 60 s
 	GrantLease time.Duration // a grant at the producer: 30 s
 	// PlainLease is how old, counted from the request, what a plain peer granted may be when its READ is complete: 28 s. Such a
 	// peer reuses the memory 30 s after its ack (vLLM 0.32's pin lease) and cannot be asked whether it has.
@@ -237,8 +237,17 @@ func newConsumer(o ConsumerOptions, dial dialFunc) (*Consumer, error) {
 //
 // An entry that is ready may be evicted again until it is pinned: pin it, and fetch it once more if it has gone.
 func (c *Consumer) Fetch(ctx context.Context, key string, a *Announcement, owner uint64) Result {
+	return c.FetchUntil(ctx, key, a, owner, time.Now().Add(c.t.Item))
+}
+
+// Budget is Timeouts.Item.
+func (c *Consumer) Budget() time.Duration { return c.t.Item }
+
+// FetchUntil is Fetch with an end of its own to the item's time, for who fetches a key more than once: FetchTimedOut, or what kept it until
+// then.
+func (c *Consumer) FetchUntil(ctx context.Context, key string, a *Announcement, owner uint64, budget time.Time) Result {
 	start := time.Now()
-	r := c.fetch(ctx, key, a, owner, start.Add(c.t.Item))
+	r := c.fetch(ctx, key, a, owner, budget)
 	r.Key, r.Elapsed = key, time.Since(start)
 	c.stats.outcomes[r.Outcome].Add(1)
 	return r
@@ -261,20 +270,32 @@ func (c *Consumer) fetch(ctx context.Context, key string, a *Announcement, owner
 	if r, ok := c.readOneSided(ctx, w, owner); ok {
 		return r
 	}
+	var over <-chan time.Time
 	for {
-		f, joined, err := c.join(w, owner)
+		f, joined, err := c.join(w, owner, budget)
 		if err != nil {
 			return canceled(err)
 		}
+		if over == nil && budget.Before(f.until.Add(-budgetSlack)) {
+			timer := time.NewTimer(time.Until(budget))
+			defer timer.Stop()
+			over = timer.C
+		}
 		if joined && !f.want.spec.equal(w.spec) {
-			c.leave(f)
+			c.leave(f, errAbandoned)
 			return Result{Outcome: FetchConflict, Err: fmt.Errorf("%w: %q is being pulled as %v, announced as %v", ErrConflict, key, f.want.spec, w.spec)}
 		}
 		select {
 		case <-f.done:
 		case <-ctx.Done():
-			c.leave(f)
+			c.leave(f, errAbandoned)
 			return canceled(ctx.Err())
+		case <-over:
+			if c.leave(f, errBudget) {
+				<-f.done // at once, and it knows what it waited for
+				return f.result
+			}
+			return Result{Outcome: FetchTimedOut, Err: fmt.Errorf("%w: %q from %s: the time for this item is over; others wait for it on", ErrTimeout, key, w.addr)}
 		}
 		failed := f.result.Outcome != FetchReady && f.result.Outcome != FetchCanceled
 		if joined && failed && f.want.addr != w.addr && time.Now().Before(budget) {
@@ -319,8 +340,12 @@ func outcomeOf(err error) Outcome {
 	return FetchFailed
 }
 
-// join finds the flight of a key or starts one. Every join is followed by the end of the flight or by leave.
-func (c *Consumer) join(w wanted, owner uint64) (f *flight, joined bool, err error) {
+// budgetSlack is how much longer than its own time a caller waits for a pull that is about to end by itself, with what kept it.
+const budgetSlack = 10 * time.Millisecond
+
+// join finds the flight of a key or starts one, which has Timeouts.Item, or until budget if that is about as long: others may join it, and have
+// more time left than who started it. Every join is followed by the end of the flight or by leave.
+func (c *Consumer) join(w wanted, owner uint64, budget time.Time) (f *flight, joined bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closed {
@@ -330,22 +355,27 @@ func (c *Consumer) join(w wanted, owner uint64) (f *flight, joined bool, err err
 		f.waiters++
 		return f, true, nil
 	}
-	f = newFlight(c, w, owner)
+	until := time.Now().Add(c.t.Item)
+	if !budget.Before(until.Add(-budgetSlack)) {
+		until = budget
+	}
+	f = newFlight(c, w, owner, until)
 	c.flights[w.key] = f
 	c.work.Add(1)
 	go f.run()
 	return f, false, nil
 }
 
-// leave is the end of one caller's wait. The last one ends the flight; whoever asks from then on starts a new one.
-func (c *Consumer) leave(f *flight) {
+// leave is the end of one caller's wait. The last one ends the flight, for that cause; whoever asks from then on starts a new one.
+func (c *Consumer) leave(f *flight, cause error) (last bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	f.waiters--
 	if f.waiters == 0 {
 		c.forget(f)
-		f.cancel(errAbandoned)
+		f.cancel(cause)
 	}
+	return f.waiters == 0
 }
 
 // forget takes a flight out of those that may be joined. Called with the lock held.

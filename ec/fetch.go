@@ -24,7 +24,7 @@ const (
 // errAbandoned is the cause of a flight that nobody waits for any more.
 var errAbandoned = errors.New("ec: nobody waits for it any more")
 
-// errBudget is the cause of a flight that took longer than Timeouts.Item.
+// errBudget is the cause of a flight that took longer than Timeouts.Item, or than its callers had left of that.
 var errBudget = errors.New("ec: the time for this item is over")
 
 // flight is the pull of one key, on a goroutine of its own. What is not said to be shared is touched by that goroutine only.
@@ -33,6 +33,7 @@ type flight struct {
 	want  wanted
 	owner uint64
 	start time.Time
+	until time.Time // its budget's end
 
 	ctx     context.Context // ends with the budget, the last waiter, or the consumer; its cause says which
 	cancel  context.CancelCauseFunc
@@ -68,13 +69,14 @@ type flight struct {
 	err      error // the last failure; what is returned if nothing better follows
 }
 
-func newFlight(c *Consumer, w wanted, owner uint64) *flight {
+func newFlight(c *Consumer, w wanted, owner uint64, until time.Time) *flight {
 	ctx, cancel := context.WithCancelCause(c.ctx)
 	return &flight{
 		c:       c,
 		want:    w,
 		owner:   owner,
 		start:   time.Now(),
+		until:   until,
 		ctx:     ctx,
 		cancel:  cancel,
 		waiters: 1,
@@ -99,7 +101,7 @@ func (f *flight) run() {
 	defer f.c.work.Done()
 	f.c.stats.flights.Add(1)
 	defer f.c.stats.flights.Add(-1)
-	budget := time.AfterFunc(f.c.t.Item, func() { f.cancel(errBudget) })
+	budget := time.AfterFunc(time.Until(f.until), func() { f.cancel(errBudget) })
 	defer budget.Stop()
 	defer f.slow.Stop()
 	defer f.timer.Stop()
@@ -285,8 +287,7 @@ func (f *flight) request(via *path) error {
 	f.try = f.peer.nextTry()
 	f.asked++
 	f.c.stats.requests.Add(1)
-	f.peer.sent(f.want.key)
-	return f.peer.send(via, wire.AppendRequest(nil, &wire.Request{
+	return f.peer.ask(via, f.want.key, wire.AppendRequest(nil, &wire.Request{
 		Key:        f.want.key,
 		CompatHash: f.c.hash,
 		Session:    via.session,
@@ -425,7 +426,7 @@ func (f *flight) finish(ev event, dest fate) {
 func (f *flight) explain(ev event) {
 	switch ev {
 	case evBudget:
-		f.err = fmt.Errorf("%w: %q from %s not here after %v, waiting for %s%s", f.budgetError(), f.want.key, f.want.addr, f.c.t.Item, f.state, f.after())
+		f.err = fmt.Errorf("%w: %q from %s not here after %v, waiting for %s%s", f.budgetError(), f.want.key, f.want.addr, time.Since(f.start).Round(time.Millisecond), f.state, f.after())
 	case evAbandoned:
 		f.err = context.Cause(f.ctx)
 		if errors.Is(f.err, context.Canceled) || errors.Is(f.err, errAbandoned) {

@@ -68,6 +68,28 @@ func TestALateAckOfAnEndedPullDoesNotPassForAYoungOne(t *testing.T) {
 	})
 }
 
+func TestARequestThatWasLostWithItsConnectionAgesNoLaterAnswer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := plainPair(t, Timeouts{Item: 3 * time.Second, Idle: time.Hour})
+		serving := p.host.handler
+		p.host.listen(silent{})
+		wantOutcome(t, p.consumer.Fetch(bg, "img", announced(3), 1), FetchTimedOut)
+		wantOutcome(t, p.consumer.Fetch(bg, "never again", announced(3), 1), FetchTimedOut)
+		p.host.fall()
+		time.Sleep(time.Minute)
+		p.host.listen(serving)
+		wantOutcome(t, p.consumer.Fetch(bg, "img", announced(3), 1), FetchReady)
+		if n := p.consumer.Stats().VerifyFailed; n != 0 {
+			t.Errorf("%d READs refused as too old", n)
+		}
+		for _, peer := range p.consumer.peers {
+			if peer.unanswered != 0 || len(peer.asked) != 0 {
+				t.Errorf("%d requests of the connection before wait for an answer: %v", peer.unanswered, peer.asked)
+			}
+		}
+	})
+}
+
 // heldAnswers is a peer that is stuck until release, and then answers in order.
 type heldAnswers struct {
 	control.RouterHandler

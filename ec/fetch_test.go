@@ -375,6 +375,55 @@ func TestManyCallersShareOneReadAndKeepTheirOwnDeadlines(t *testing.T) {
 	})
 }
 
+func TestACallerWhoseSharedPullFailedHasNoMoreTimeForItsOwn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const item = 3 * time.Second
+		p := newPair(t, pairOptions{timeouts: Timeouts{Item: item}})
+		first, second := p.net.host(7002), p.net.host(7003)
+		first.listen(silent{})
+		second.listen(silent{})
+		a, b := announced(4), announced(4)
+		a.PeerPort, b.PeerPort = first.port, second.port
+		shared := make(chan Result, 1)
+		go func() { shared <- p.consumer.Fetch(bg, "img", a, 1) }()
+		time.Sleep(item / 2)
+		joined := make(chan Result, 1)
+		go func() { joined <- p.consumer.Fetch(bg, "img", b, 1) }()
+		time.Sleep(item)
+		third := make(chan Result, 1) // joins what the second one started, and has all of its own time
+		go func() { third <- p.consumer.Fetch(bg, "img", b, 1) }()
+		for _, got := range []chan Result{shared, joined, third} {
+			r := <-got
+			wantOutcome(t, r, FetchTimedOut)
+			if r.Elapsed > item {
+				t.Errorf("%v of %v: %v", r.Elapsed, item, r.Err)
+			}
+		}
+		if n := second.requests(); n == 0 {
+			t.Error("the other address was not asked")
+		}
+		synctest.Wait()
+		p.wantIdle()
+	})
+}
+
+func TestFetchUntilEndsInTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, pairOptions{})
+		h := p.net.host(7002)
+		h.listen(silent{})
+		a := announced(4)
+		a.PeerPort = h.port
+		r := p.consumer.FetchUntil(bg, "img", a, 1, time.Now().Add(time.Second))
+		wantOutcome(t, r, FetchTimedOut)
+		if r.Elapsed != time.Second {
+			t.Errorf("after %v", r.Elapsed)
+		}
+		synctest.Wait()
+		p.wantIdle()
+	})
+}
+
 func TestACallerWithAnotherAddressGetsAPullOfItsOwnIfTheSharedOneFails(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, pairOptions{})

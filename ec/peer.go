@@ -161,10 +161,13 @@ func (p *peer) Up() {
 }
 
 // Down implements control.DealerHandler. What is open on data planes goes with the connection, as soon as no READ uses it: a
-// peer that died, or was replaced at the same address, leaves nothing behind.
+// peer that died, or was replaced at the same address, leaves nothing behind. What was asked will have no answer: the next connection
+// is another socket, and brings nothing of this one.
 func (p *peer) Down(err error) {
 	p.mu.Lock()
 	p.setUp(false, err)
+	clear(p.asked)
+	p.unanswered = 0
 	for _, l := range p.links {
 		p.retireLocked(l)
 	}
@@ -278,16 +281,21 @@ func (p *peer) spoilt(err error) {
 // maxUnanswered bounds what is remembered of requests that were never answered; beyond, answers have no known age.
 const maxUnanswered = 1 << 16
 
-// sent is called before a key is asked for, and remembers when. Acks of one session come in the order of its requests and, from a plain peer, name
+// ask sends a request for a key, and remembers when. Acks of one session come in the order of its requests and, from a plain peer, name
 // nothing else, so the age of what an ack grants can only be bounded by the oldest request for its key that has had no answer.
-func (p *peer) sent(key string) {
+func (p *peer) ask(via *path, key string, body []byte) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.endGrants()
+	at := time.Now()
+	if err := p.sendLocked(via, body); err != nil {
+		return err
+	}
 	if p.unanswered < maxUnanswered {
-		p.asked[key] = append(p.asked[key], time.Now())
+		p.asked[key] = append(p.asked[key], at)
 		p.unanswered++
 	}
+	return nil
 }
 
 // answered takes the oldest such request.

@@ -284,11 +284,12 @@ const ownReservation = 0
 const maxBrings = 4
 
 // bring fetches and, if the engine asked for it, pins. Between the two others may evict the entry, if all else is in use: then it is
-// fetched once more.
+// fetched once more, in what is left of the time for one fetch.
 func (s *session) bring(ctx context.Context, op *api.Op, a *ec.Announcement, p *api.Push) ec.Result {
 	start := time.Now()
+	budget := start.Add(s.pool.consumer.Budget())
 	for tries := 1; ; tries++ {
-		res := s.pool.consumer.Fetch(ctx, op.Key, a, ownReservation)
+		res := s.pool.consumer.FetchUntil(ctx, op.Key, a, ownReservation, budget)
 		if !op.Map || res.Outcome != ec.FetchReady {
 			return res
 		}
