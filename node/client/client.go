@@ -251,9 +251,10 @@ func firstConnection(ctx context.Context, socket string, hello *api.Hello) (*api
 	}
 }
 
-// restarting says that a node was there, or still is, and that another may be soon.
+// restarting says that a node was there, or still is, and that another may be soon. EAGAIN is that of a node that has not accepted for a
+// while: as many wait as its socket takes.
 func restarting(err error) bool {
-	for _, e := range []error{io.EOF, io.ErrUnexpectedEOF, unix.ECONNRESET, unix.EPIPE, unix.ECONNREFUSED, ErrClosing} {
+	for _, e := range []error{io.EOF, io.ErrUnexpectedEOF, unix.ECONNRESET, unix.EPIPE, unix.ECONNREFUSED, unix.EAGAIN, ErrClosing} {
 		if errors.Is(err, e) {
 			return true
 		}

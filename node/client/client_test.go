@@ -404,3 +404,43 @@ func TestCloseSaysByeAfterThePoolIsUnmapped(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 }
+
+func TestDialWaitsForANodeThatHasNotAcceptedForAWhile(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Close(fd) }()
+	if err := errors.Join(unix.Bind(fd, &unix.SockaddrUnix{Name: path}), unix.Listen(fd, 0)); err != nil {
+		t.Fatal(err)
+	}
+	for { // fill it
+		c, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = unix.Close(c) }()
+		if err = unix.Connect(c, &unix.SockaddrUnix{Name: path}); errors.Is(err, unix.EAGAIN) {
+			break
+		} else if err != nil {
+			t.Fatal(err)
+		}
+	}
+	ctx, cancel := context.WithCancel(testContext(t))
+	dialled := make(chan error, 1)
+	go func() {
+		_, err := Dial(ctx, path, Options{Once: true})
+		dialled <- err
+	}()
+	select {
+	case err := <-dialled:
+		t.Errorf("it did not wait: %v", err)
+		return
+	case <-time.After(100 * time.Millisecond): // a Dial that gives up does so at once
+	}
+	cancel()
+	if err := <-dialled; !errors.Is(err, context.Canceled) {
+		t.Errorf("%v; want the caller's end", err)
+	}
+}

@@ -236,14 +236,18 @@ func (c *Client) install(l *link, w *api.Welcome, r *restatement) (lost int) {
 		return 0
 	}
 	results := r.results
+	var undo []api.Op
 	for _, res := range r.filled {
 		got := results[0]
 		results = results[1:]
 		res.link, res.handle = nil, 0
-		switch got.Code {
-		case api.CodeOK:
+		_, wanted := c.filled[res]
+		switch {
+		case got.Code == api.CodeOK && !wanted: // given up meanwhile
+			undo = append(undo, api.Op{Kind: api.OpDiscard, Key: res.key, Handle: got.Handle})
+		case got.Code == api.CodeOK:
 			res.link, res.handle = l, got.Handle
-		case api.CodeHeld:
+		case got.Code == api.CodeHeld:
 			res.committed = true
 			if got.Info != nil {
 				res.info = *got.Info
@@ -252,7 +256,6 @@ func (c *Client) install(l *link, w *api.Welcome, r *restatement) (lost int) {
 			lost++
 		}
 	}
-	var undo []api.Op
 	for _, m := range r.pinned {
 		got := results[0]
 		results = results[1:]

@@ -3,7 +3,9 @@ package client
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -337,5 +339,31 @@ func TestValidTellsIfTheBytesAreStillTheEntrys(t *testing.T) {
 	_ = c.Close()
 	if err := m.Valid(); !errors.Is(err, ErrClosed) {
 		t.Errorf("closed: %v; want ErrClosed", err)
+	}
+}
+
+// What is given up while it is being restated must not stay filled for ever: the node was told of it again.
+func TestWhatIsGivenUpWhileItIsRestatedIsEnded(t *testing.T) {
+	f := newFakeNode(t)
+	c, _ := f.dialAgain(time.Minute)
+	r := granted(f, func() (*Reservation, error) { return c.Reserve(testContext(t), "r", testSpec) }, api.Result{Handle: 1, Info: info("r", 1, 1)})
+	m := granted(f, func() (*Mapped, error) { return c.Map(testContext(t), "m") }, api.Result{Handle: 2, Info: info("m", 2, 2)})
+	f.regreet(func(op *api.Op) api.Result {
+		switch op.Kind {
+		case api.OpResume:
+			r.drop()
+			return api.Result{Handle: 11, Info: info("r", 1, 1)}
+		case api.OpRepin:
+			m.Release()
+			return api.Result{Handle: 12, Info: info("m", 2, 2)}
+		}
+		return api.Result{}
+	})
+	var got []string
+	for _, op := range f.request().Ops {
+		got = append(got, fmt.Sprint(op.Kind, " ", op.Handle))
+	}
+	if want := []string{"discard 11", "release 12"}; !slices.Equal(got, want) {
+		t.Errorf("the node is told %q, want %q", got, want)
 	}
 }
