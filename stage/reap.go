@@ -61,8 +61,14 @@ func (s *Store) withdrawn(p *payload) {
 	release(free)
 }
 
-// lookAt makes sure that reap looks again at t. With the lock.
+// reapEvery is the least time between two looks at everything there is: a look is longer than a put, and each claim has an end of its own.
+const reapEvery = time.Second
+
+// lookAt makes sure that reap looks again at t, or up to reapEvery later. With the lock.
 func (s *Store) lookAt(t time.Time) {
+	if soonest := s.looked.Add(reapEvery); t.Before(soonest) {
+		t = soonest
+	}
 	if !s.next.IsZero() && !t.Before(s.next) {
 		return
 	}
@@ -101,7 +107,7 @@ func (s *Store) expire(now time.Time) {
 	defer func() { release(free) }()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.next = time.Time{}
+	s.next, s.looked = time.Time{}, now
 	for p := range s.live {
 		for _, c := range p.claims {
 			if now.Before(c.deadline) {

@@ -137,6 +137,7 @@ type Store struct {
 	sources  map[string]int                 // how many claims each holds
 	grants   uint64                         // counts claims, so that each has a grant of its own
 	next     time.Time                      // when reap has to look again
+	looked   time.Time                      // when it looked last
 	closing  bool
 	idle     chan struct{} // closed and replaced whenever a payload's memory is released
 	freeing  int           // payloads whose memory is being released

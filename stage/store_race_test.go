@@ -133,3 +133,32 @@ func BenchmarkPutClaimDone(b *testing.B) {
 		}
 	}
 }
+
+// BenchmarkPutClaimVerify is the same by own readers, beside 10,000 payloads, when what was verified is forgotten as fast as more comes.
+func BenchmarkPutClaimVerify(b *testing.B) {
+	s, err := NewStore(Options{RetryGrace: 10 * time.Millisecond, MaxPayloads: 20_000})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer func() { _ = s.Close(context.Background(), time.Second) }()
+	for i := range 10_000 {
+		if _, err := s.Put(Put{Key: "other" + strconv.Itoa(i), Memory: nullMemory{}}); err != nil {
+			b.Fatal(err)
+		}
+	}
+	c := Claim{Key: "k", ID: wire.TextID("c"), Owner: "o"}
+	b.ReportAllocs()
+	for b.Loop() {
+		g, err := s.Put(Put{Key: "k", Memory: nullMemory{}})
+		if err != nil {
+			b.Fatal(err)
+		}
+		c.Generation = g
+		if _, err := s.Claim(context.Background(), c); err != nil {
+			b.Fatal(err)
+		}
+		if !s.Verify(c) {
+			b.Fatal("lost")
+		}
+	}
+}

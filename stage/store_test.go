@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"math"
+	"strconv"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -502,5 +503,48 @@ func TestBoundsAndOptionsAreChecked(t *testing.T) {
 			s.Done(claimOf("a", g, id))
 		}
 		closeStore(t, s)
+	})
+}
+
+// Each claim that ends by Verify is remembered for a time of its own; all payloads must not be looked at for each that is over.
+func TestThePayloadsAreLookedAtOnceASecondAtMost(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, err := NewStore(Options{RetryGrace: 30 * time.Second})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = s.Close(context.Background(), time.Second) }()
+		const seconds = 60
+		looks, last := 0, time.Time{}
+		for i := range seconds * 20 {
+			key := strconv.Itoa(i)
+			g, err := s.Put(Put{Key: key, Memory: nullMemory{}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			c := Claim{Key: key, Generation: g, ID: wire.TextID(key), Owner: "o"}
+			if _, err := s.Claim(context.Background(), c); err != nil {
+				t.Fatal(err)
+			}
+			if !s.Verify(c) {
+				t.Fatal("lost")
+			}
+			time.Sleep(time.Second / 20)
+			synctest.Wait()
+			s.mu.Lock()
+			if !s.looked.Equal(last) {
+				looks, last = looks+1, s.looked
+			}
+			s.mu.Unlock()
+		}
+		if looks > seconds {
+			t.Errorf("%d looks in %d s", looks, seconds)
+		}
+		time.Sleep(31 * time.Second)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if n := len(s.verified.order); n != 0 {
+			t.Errorf("%d claims are still remembered", n)
+		}
 	})
 }
