@@ -58,7 +58,8 @@ type Options struct {
 	// lost, HeartbeatTTL what we ask the peer to wait for a sign of us. The TTL travels in tenths of a second, at most 6,553 s.
 	HeartbeatInterval, HeartbeatTimeout, HeartbeatTTL time.Duration
 	// MaxMessage limits a frame of an incoming message, in bytes; a larger one drops the connection (ZMQ_MAXMSGSIZE). libzmq has no
-	// limit to the number of frames: a peer that sends one message without end is only held by trust, or by CURVE.
+	// limit to the number of frames: a Router cuts a peer that has sent 8 MiB and more of a message that has not ended. Nobody holds a
+	// Dealer's peer, which was chosen and asked.
 	// Default: DefaultRouterMessage for a Router, DefaultDealerMessage for a Dealer.
 	MaxMessage int64
 	// Queue limits the messages waiting per destination, and again those that libzmq holds for it. What comes in has no limit but that

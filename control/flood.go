@@ -1,41 +1,77 @@
 package control
 
-import "golang.org/x/sys/unix"
+import (
+	"time"
+
+	"golang.org/x/sys/unix"
+)
 
 const (
 	// floodBytes is how much one connection to a router may have on its way, in the kernel and in libzmq: 40,000 requests of 200
 	// bytes. Beyond, the connection is cut and the rest of its messages dropped.
 	floodBytes = 8 << 20
-	// floodCheck is how many messages of a connection pass between two looks at that.
+	// floodCheck is how many messages of a connection pass between two looks at that, and floodLook how much time between looks at all
+	// connections: in that, libzmq's one thread can take in some 200 MB.
 	floodCheck = 1024
+	floodLook  = 250 * time.Millisecond
+	// floodIdle is what the handshake, and in each second heartbeats, may have of a connection. It takes 8 to 16 bytes a second.
+	floodIdle = 128
 )
 
-// intake notices a connection that sends faster than the handler works. libzmq could stop reading it, but must not: see the note at
-// ZMQ_RCVHWM in socket.go. A dealer needs none of this: it asked for what comes. Owner only.
+// intake notices a connection that sends faster than the handler works, or a message that never ends: libzmq counts no bytes of one
+// that is not complete. It could stop reading the connection, but must not: see the note at ZMQ_RCVHWM in socket.go. A dealer needs
+// none of this: it asked for what comes. Owner only.
 type intake struct {
+	since    time.Time
 	messages int
-	bytes    int64 // of the wire, so far; handshake and PINGs, not counted, are little
+	bytes    int64 // of the wire, in messages that have come so far
 }
 
-// flood counts a message with a payload of size bytes that came by fd, and says whether too much is on its way behind it.
-func (t *intake) flood(fd, size int) bool {
-	t.bytes += int64(size) + 4 // two frames with short headers
-	if size > 255 {
-		t.bytes += 7
-	}
-	if t.messages++; t.messages%floodCheck != 0 {
-		return false
-	}
+// took counts a message of size bytes.
+func (t *intake) took(size int64) {
+	t.messages++
+	t.bytes += size
+}
+
+// flood says whether more than limit is on its way by fd behind what has come.
+func (t *intake) flood(fd int, limit int64) bool {
 	info, err := unix.GetsockoptTCPInfo(fd, unix.SOL_TCP, unix.TCP_INFO)
-	return err == nil && int64(info.Bytes_received)-t.bytes > floodBytes // an error: closed meanwhile, so that no more comes
+	idle := floodIdle * (1 + int64(time.Since(t.since)/time.Second))
+	return err == nil && int64(info.Bytes_received)-t.bytes > limit+idle // an error: closed meanwhile, so that no more comes
+}
+
+// cutEndless looks at all connections, and ends those that have too much on its way. What the monitor has to say was read before.
+func (r *Router) cutEndless() {
+	if len(r.conns) == 0 || r.meter.index >= 0 {
+		return
+	}
+	r.l.alarms.set(&r.meter, time.Now().Add(floodLook))
+	limit := floodBytes + r.l.opts.maxMessage(DefaultRouterMessage)
+	for fd, c := range r.conns {
+		if c.cut || !c.intake.flood(fd, limit) {
+			continue
+		}
+		addr, ours := r.remote(fd)
+		if !ours {
+			continue
+		}
+		c.cut = true
+		for _, p := range c.peers {
+			r.floods[p.src.ID] = true
+		}
+		reset(fd)
+		r.countFlood(addr)
+	}
 }
 
 // dropFlood takes note of p if it floods us, and says whether the message in l.in, which p sent, is to be dropped.
 func (r *Router) dropFlood(p *peer) bool {
 	if !r.floods[p.src.ID] {
-		if !p.intake.flood(r.l.in.fd(), len(r.l.in.part(2))) {
+		c := p.conn
+		if c == nil || c.intake.messages%floodCheck != 0 || !c.intake.flood(p.fd, floodBytes) {
 			return false
 		}
+		c.cut = true
 		r.floods[p.src.ID] = true
 		r.cut(p)
 	}

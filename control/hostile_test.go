@@ -4,12 +4,15 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net"
+	"os"
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 )
 
 // zmtp is a peer that speaks ZMTP 3.1 by hand (rfc.zeromq.org/spec/37), to send what libzmq never would.
@@ -146,6 +149,71 @@ func TestPeerThatFloodsIsCutOff(t *testing.T) {
 		r.l.call(t.Context(), func() error { ok = len(r.floods) == 0; return nil })
 		return ok
 	})
+}
+
+// A message that never ends is counted by nobody else: libzmq's limits are of complete messages.
+func TestPeerWhoseMessageNeverEndsIsCutOff(t *testing.T) {
+	var log logBuffer
+	h := newRecorder()
+	l := newTestLoop(t, Options{Log: slog.New(slog.NewTextHandler(&log, nil))})
+	r, err := l.Listen(t.Context(), "127.0.0.1", 0, h.asRouter())
+	if err != nil {
+		t.Fatal(err)
+	}
+	other := connect(t, r)
+	known := dialZMTP(t, hostPort(r)) // by a first message
+	known.write(append(frame(1, nil), frame(0, []byte("hello"))...))
+	h.next(t, "message")
+	part := append(binary.BigEndian.AppendUint64([]byte{3}, 32<<10), make([]byte, 32<<10)...) // long, more to come
+	for _, z := range []zmtp{known, dialZMTP(t, hostPort(r))} {
+		z.SetWriteDeadline(time.Now().Add(patience))
+		go io.Copy(io.Discard, z)
+		sent := 0
+		for err = nil; err == nil; sent += len(part) {
+			_, err = z.Write(part)
+		}
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Fatalf("not cut after %d bytes", sent)
+		}
+	}
+	h.next(t, "left")
+	if n := r.Flooded(); n != 2 {
+		t.Errorf("%d counted, want the two", n)
+	}
+	if !strings.Contains(log.String(), "peer=127.0.0.1") {
+		t.Errorf("the log does not say who it was: %s", log.String())
+	}
+	say(t, other, "", "still here")
+	if e := h.next(t, "message"); e.body != "still here" {
+		t.Errorf("%v", e)
+	}
+}
+
+// What is large, slow or in many parts, and ends, is no flood.
+func TestManyLargeMessagesInPartsAreNoFlood(t *testing.T) {
+	r, h := listen(t, Options{})
+	z := dialZMTP(t, hostPort(r))
+	part := append(binary.BigEndian.AppendUint64([]byte{3}, 32<<10), make([]byte, 32<<10)...)
+	bad := append(append(bytes.Repeat(part, 64), frame(1, nil)...), frame(0, []byte("of 66 parts"))...)
+	good := append(frame(1, nil), frame(0, []byte("good"))...)
+	for range 20 { // 40 MiB in all
+		z.write(bad)
+		z.write(good)
+		if e := h.next(t, "message"); e.body != "good" {
+			t.Fatalf("%v", e)
+		}
+	}
+	err := r.l.call(t.Context(), func() error {
+		for fd, c := range r.conns {
+			if c.cut || c.intake.flood(fd, 0) {
+				return fmt.Errorf("of %+v more is said to be on its way", c.intake)
+			}
+		}
+		return nil
+	})
+	if frames, _, _ := r.Dropped(); err != nil || frames != 20 || r.Flooded() != 0 {
+		t.Errorf("%v; %d of wrong parts, %d floods", err, frames, r.Flooded())
+	}
 }
 
 // Garbage at any point of a connection ends that connection.

@@ -2,6 +2,7 @@ package control
 
 import (
 	"fmt"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -24,7 +25,7 @@ func newPlaces() (places, error) {
 // of a connection that has ended.
 func (r *Router) accepted(fd int) {
 	if len(r.conns) < r.places.far {
-		r.conns[fd] = &conn{}
+		r.conns[fd] = &conn{intake: intake{since: time.Now()}}
 		return
 	}
 	addr, ours := r.remote(fd)

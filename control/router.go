@@ -54,6 +54,7 @@ type Router struct {
 	badLog     logLimit
 	owing      []*peer // something may wait for them in the kernel
 	look       alarm   // next look at those
+	meter      alarm   // next look at what is on its way by each connection
 	places     places
 	floodLog   logLimit
 	stallLog   logLimit
@@ -63,13 +64,17 @@ type Router struct {
 
 // conn is a connection. The monitor knows it by its descriptor only, and a message says by which descriptor it came. If connections
 // replace each other faster than their messages are read, ids of dead ones are filed here too: they leave late, with the live one.
-type conn struct{ peers []*peer }
+type conn struct {
+	peers  []*peer
+	intake intake
+	cut    bool // it was reset
+}
 
 // peer is a sender of messages that the router can answer.
 type peer struct {
 	src    Source
 	fd     int
-	intake intake
+	conn   *conn // nil if it has ended
 	uptake uptake
 	q      outlet
 	queued bool // in dirty or blocked; guarded by Loop.mu
@@ -91,7 +96,7 @@ func (l *Loop) Listen(ctx context.Context, host string, port int, h RouterHandle
 	}
 	r := &Router{l: l, h: h, places: places, peers: map[string]*peer{}, conns: map[int]*conn{}, floods: map[string]bool{}, locals: map[string]*localPeer{}}
 	r.left, _ = h.(LeaveHandler)
-	r.alarm, r.look = alarm{m: r, index: -1}, alarm{m: r, index: -1}
+	r.alarm, r.look, r.meter = alarm{m: r, index: -1}, alarm{m: r, index: -1}, alarm{m: r, index: -1}
 	if err := l.call(ctx, func() error { return r.bind(at) }); err != nil {
 		return nil, err
 	}
@@ -208,6 +213,7 @@ func (r *Router) release() {
 	r.s.close(r.l)
 	r.l.alarms.stop(&r.alarm)
 	r.l.alarms.stop(&r.look)
+	r.l.alarms.stop(&r.meter)
 	delete(r.l.members, r)
 	if r.local != nil {
 		r.local.release()
@@ -233,6 +239,7 @@ func (r *Router) turn() bool {
 		return false
 	}
 	r.cutStalled()
+	r.cutEndless()
 	r.early = false
 	if len(r.blocked) > 0 && r.retries == 0 {
 		if now := time.Now(); now.Before(r.nextRetry()) {
@@ -292,6 +299,9 @@ func (r *Router) rest() bool {
 // deliver hands the message in l.in to the handler.
 func (r *Router) deliver(parts int) {
 	in := r.l.in
+	if c := r.conns[in.fd()]; c != nil {
+		c.intake.took(in.wire())
+	}
 	if parts != 3 || len(in.part(1)) != 0 {
 		r.l.mu.Lock()
 		r.badFrames++
@@ -334,6 +344,7 @@ func (r *Router) newPeer() (p *peer, filed bool) {
 	if c == nil {
 		return p, false
 	}
+	p.conn = c
 	c.peers = append(c.peers, p)
 	r.l.mu.Lock()
 	p.q.total = r.l.join(p.src.Addr)

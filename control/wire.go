@@ -27,6 +27,7 @@ typedef struct {
 	size_t size[3];
 	int open; // parts in use
 	int fd;   // descriptor of the connection, -1 if unknown
+	uint64_t wire; // bytes of its frames, all but the first
 } ferry_msg;
 
 static void ferry_clear(ferry_msg *m)
@@ -41,6 +42,7 @@ static int ferry_recv(void *socket, ferry_msg *m)
 {
 	ferry_clear(m);
 	m->fd = -1;
+	m->wire = 0;
 	for (int n = 0;; n++) {
 		int i = n < 3 ? n : 2;
 		zmq_msg_t *p = &m->part[i];
@@ -56,6 +58,8 @@ static int ferry_recv(void *socket, ferry_msg *m)
 			return -errno;
 		m->data[i] = zmq_msg_data(p);
 		m->size[i] = zmq_msg_size(p);
+		if (n > 0)
+			m->wire += m->size[i] + (m->size[i] > 255 ? 9 : 2);
 		if (!zmq_msg_more(p)) {
 			m->fd = zmq_msg_get(p, ZMQ_SRCFD);
 			return n + 1;
@@ -281,6 +285,9 @@ func (in inbound) part(i int) []byte {
 
 // fd is the descriptor of the connection that the message came by. It names a connection only together with the monitor's events.
 func (in inbound) fd() int { return int(in.m.fd) }
+
+// wire is how many bytes of the connection the message was, if the first part is the id that a ROUTER puts in front.
+func (in inbound) wire() int64 { return int64(in.m.wire) }
 
 // peer is the IP address that the message came from, "" if libzmq does not say.
 func (in inbound) peer() string {
