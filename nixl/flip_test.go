@@ -154,11 +154,12 @@ func flipRun(t *testing.T, what string, tell func(outcome string), step int) int
 	if at < 0 {
 		t.Fatalf("the child did not begin: %v", c.Wait())
 	}
+	outcome := "crash"
 	if ctx.Err() != nil {
-		tell("hung")
-	} else {
-		tell("crash")
+		outcome = "hung"
 	}
+	tell(outcome)
+	t.Logf("flip %d: %s", at, outcome)
 	_ = c.Wait()
 	return at + step
 }

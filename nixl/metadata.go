@@ -155,6 +155,9 @@ func (m *agentMetadata) section(f *fields) error {
 	if len(backend) == 0 || string(list) != sectionList || len(kind) != 4 || n == 0 {
 		return fmt.Errorf("a list of %d ranges of kind %.20q, memory type of %d bytes, backend %.20q", n, list, len(kind), backend)
 	}
+	if k := binary.LittleEndian.Uint32(kind); k > uint32(File) {
+		return fmt.Errorf("memory type %d, not 0 to %d", k, File) // the library would use it as an index
+	}
 	for range n {
 		d, err := f.next("")
 		if err != nil {
@@ -176,11 +179,17 @@ func (m *agentMetadata) section(f *fields) error {
 	return nil
 }
 
+// maxUCXMemoryTypes is above what any UCX has (about ten).
+const maxUCXMemoryTypes = 16
+
 // checkUCXKey refuses a packed remote key that UCX, which is not told its length, would read past the end of: a map of memory domains in 8
 // bytes, the memory type in one, then for each domain in the map a length in one byte and so many bytes. What follows is left alone.
 func checkUCXKey(key []byte) error {
 	if len(key) < 9 {
 		return fmt.Errorf("a key of %d bytes", len(key))
+	}
+	if key[8] >= maxUCXMemoryTypes {
+		return fmt.Errorf("a key of UCX's memory type %d", key[8]) // used as an index
 	}
 	rest := key[9:]
 	for range bits.OnesCount64(binary.LittleEndian.Uint64(key)) {

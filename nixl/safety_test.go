@@ -284,6 +284,8 @@ func TestDamagedMetadataOfAKnownNameLeavesThePeer(t *testing.T) {
 			"range cut short": damage(t, md, func(d []byte) []byte { return d[:20] }),
 			"no key":          damage(t, md, func(d []byte) []byte { return d[:24] }),
 			"key too short":   damage(t, md, func(d []byte) []byte { return append(d[:24], 0xff, 0xff, 0, 0, 0, 0, 0, 0, 0, 0) }),
+			"memory type":     bytes.Replace(md, []byte("t\x04\x00\x00\x00\x00\x00\x00\x00\x00"), []byte("t\x04\x00\x00\x00\x00\x00\x00\x00\xff"), 1),
+			"key's type":      damage(t, md, func(d []byte) []byte { d[32] = 0xff; return d }),
 			"tag":             bytes.Replace(md, []byte("|bknd"), []byte("|bkne"), 1),
 			"list":            bytes.Replace(md, []byte("nixlSDList"), []byte("nixlSDLisu"), 1),
 			"mark":            bytes.Replace(md, []byte("MemSection"), []byte("MemSectiom"), 1),
