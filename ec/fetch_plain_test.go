@@ -2,6 +2,8 @@ package ec
 
 import (
 	"bytes"
+	"runtime"
+	"slices"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -157,4 +159,29 @@ func TestAnUndecodableAckFailsItsKeyAtOnce(t *testing.T) {
 		synctest.Wait()
 		p.wantIdle()
 	})
+}
+
+// A descriptor of 4-byte triples was decoded into 24 bytes each before the first was looked at.
+func TestAPlainDescriptorThatIsWrongCostsNoMemory(t *testing.T) {
+	p := newPair(t, pairOptions{})
+	const blocks = 1 << 20
+	small := append([]byte{0xdd, 0, 16, 0, 0}, bytes.Repeat([]byte{0x93, 1, 1, 0}, blocks)...)
+	late := wire.AppendMemDescriptor(nil, 1<<40, blocks, testBlock)
+	late[len(late)-1] = 1 // the last is on device 1
+	for name, b := range map[string][]byte{"size": small, "device": late, "cut": late[:len(late)-1]} {
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		addrs, err := p.consumer.plainBlocks(b)
+		runtime.ReadMemStats(&after)
+		if err == nil || addrs != nil {
+			t.Errorf("%s: %d blocks, %v", name, len(addrs), err)
+		}
+		if n := after.TotalAlloc - before.TotalAlloc; n > blocks {
+			t.Errorf("%s: %d bytes for %d of descriptor", name, n, len(b))
+		}
+	}
+	addrs, err := p.consumer.plainBlocks(wire.AppendMemDescriptor(nil, 1<<40, 3, testBlock))
+	if want := []uint64{1 << 40, 1<<40 + testBlock, 1<<40 + 2*testBlock}; err != nil || !slices.Equal(addrs, want) {
+		t.Errorf("%x, %v", addrs, err)
+	}
 }

@@ -54,19 +54,34 @@ const maxRegionBlocks = wire.MaxFrame / 14
 
 // addPlain adds a plain peer's agent, after a look at its descriptor. A peer leaves that out where it thinks that the agent is known.
 func (c *Consumer) addPlain(ctx context.Context, pr PlainReader, a *wire.Ack) (transfer.Peer, error) {
-	d, err := wire.DecodeMemDescriptor(a.MemDescriptor, maxRegionBlocks)
+	addrs, err := c.plainBlocks(a.MemDescriptor)
 	if err != nil {
 		return nil, fmt.Errorf("%w: memory descriptor of %d bytes for an agent that is new here: %w", ErrBadAck, len(a.MemDescriptor), err)
 	}
+	return pr.AddPlainPeer(ctx, a.AgentMetadata, addrs, c.o.Compat.BlockBytes)
+}
+
+// plainBlocks gives the addresses of a plain peer's blocks. All of the descriptor is looked at before anything is allocated for it: one
+// that is wrong costs no memory.
+func (c *Consumer) plainBlocks(descriptor []byte) (addrs []uint64, err error) {
 	block := c.o.Compat.BlockBytes
-	addrs := make([]uint64, len(d))
-	for i, b := range d {
-		if b.Size != uint64(block) || b.Device != 0 {
-			return nil, fmt.Errorf("%w: block %d has %d bytes on device %d, want %d on device 0", ErrBadAck, i, b.Size, b.Device, block)
+	blocks := 0
+	err = wire.EachMemDescriptor(descriptor, maxRegionBlocks, func(i, n int, d wire.Descriptor) error {
+		if d.Size != uint64(block) || d.Device != 0 {
+			return fmt.Errorf("block %d has %d bytes on device %d, want %d on device 0", i, d.Size, d.Device, block)
 		}
-		addrs[i] = b.Addr
+		blocks = n
+		return nil
+	})
+	if err != nil {
+		return nil, err
 	}
-	return pr.AddPlainPeer(ctx, a.AgentMetadata, addrs, block)
+	addrs = make([]uint64, blocks)
+	err = wire.EachMemDescriptor(descriptor, maxRegionBlocks, func(i, _ int, d wire.Descriptor) error {
+		addrs[i] = d.Addr
+		return nil
+	})
+	return addrs, err
 }
 
 // best is the route with the fewest failures so far.

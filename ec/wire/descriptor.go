@@ -40,20 +40,40 @@ func AppendMemDescriptor(b []byte, base uint64, blocks int, blockBytes int64) []
 	return b
 }
 
-// DecodeMemDescriptor decodes at most maxBlocks triples: ErrLimit if there are more. Errors are *FrameError.
-func DecodeMemDescriptor(b []byte, maxBlocks int) ([]Descriptor, error) {
-	r := reader{buf: b, rest: b, name: []byte(fieldMem)}
-	n, err := r.array(max(maxBlocks, 0), 4)
+// DecodeMemDescriptor decodes at most maxBlocks triples: ErrLimit if there are more. Errors are *FrameError. It takes 24 bytes for a triple
+// that may have 4.
+func DecodeMemDescriptor(b []byte, maxBlocks int) (d []Descriptor, err error) {
+	err = EachMemDescriptor(b, maxBlocks, func(i, n int, one Descriptor) error {
+		if d == nil {
+			d = make([]Descriptor, n)
+		}
+		d[i] = one
+		return nil
+	})
 	if err != nil {
 		return nil, err
 	}
-	d := make([]Descriptor, n)
-	for i := range d {
-		if err := r.descriptor(&d[i]); err != nil {
-			return nil, err
+	return d, nil
+}
+
+// EachMemDescriptor calls each with the triples of a mem_descriptor, at most maxBlocks (ErrLimit), one after another: i of n, which is no more
+// than a quarter of the bytes of b. It ends at the first error of each, or *FrameError, and allocates nothing.
+func EachMemDescriptor(b []byte, maxBlocks int, each func(i, n int, d Descriptor) error) error {
+	r := reader{buf: b, rest: b, name: []byte(fieldMem)}
+	n, err := r.array(max(maxBlocks, 0), 4)
+	if err != nil {
+		return err
+	}
+	for i := range n {
+		var d Descriptor
+		if err := r.descriptor(&d); err != nil {
+			return err
+		}
+		if err := each(i, n, d); err != nil {
+			return err
 		}
 	}
-	return d, r.end()
+	return r.end()
 }
 
 func (r *reader) descriptor(d *Descriptor) (err error) {
