@@ -23,6 +23,7 @@ const (
 	helloTimeout = 5 * time.Second
 	writeStall   = 10 * time.Second // an engine that reads nothing for so long is disconnected
 	backlogBytes = 32 << 20         // or that leaves so much unread
+	maxListings  = 16               // under way at once, of all engines: each holds what it has to say
 	engineLines  = 64               // log lines of engines that come, and that go, before they are spaced out
 )
 
@@ -34,6 +35,7 @@ type engines struct {
 	sums     bool
 	keep     bool // at the end, leave engines what they have, for the next node
 	log      *slog.Logger
+	listings chan struct{} // holds those under way
 
 	ctx    context.Context // ends all sessions' work
 	cancel context.CancelFunc
@@ -66,7 +68,7 @@ type engineCounters struct {
 }
 
 func newEngines(sock *engineSocket, pools []*pool, id identity, sums, keep bool, log *slog.Logger) *engines {
-	e := &engines{sock: sock, pools: pools, identity: id, sums: sums, keep: keep, log: log, loop: make(chan struct{}), sessions: map[uint64]*session{}}
+	e := &engines{sock: sock, pools: pools, identity: id, sums: sums, keep: keep, log: log, listings: make(chan struct{}, maxListings), loop: make(chan struct{}), sessions: map[uint64]*session{}}
 	e.arrivals.burst, e.departures.burst = engineLines, engineLines
 	e.ctx, e.cancel = context.WithCancel(context.Background())
 	return e

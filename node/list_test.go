@@ -57,6 +57,26 @@ func TestListingsOfAConnectionTakeTheirTurn(t *testing.T) {
 	}
 }
 
+func TestListingsOfAllConnectionsTakeTheirTurn(t *testing.T) {
+	n := startNode(t, testConfig(t, 16))
+	c := dial(t, n)
+	_, conn := byHand(t, n)
+	for range maxListings { // of engines that do not read
+		n.engines.listings <- struct{}{}
+	}
+	if r := ask(t, conn, 1, api.Op{Kind: api.OpList, Ref: 1}); r[0].Code != api.CodeOK {
+		t.Fatalf("%+v", r)
+	}
+	put(t, c, "k", 1, 1) // after the listing was asked for, before its turn
+	for range maxListings {
+		<-n.engines.listings
+	}
+	m, err := conn.Receive()
+	if p, ok := m.(*api.Push); err != nil || !ok || p.Ref != 1 || !p.Last || len(p.Entries) != 1 || p.Entries[0].Key != "k" {
+		t.Errorf("%+v, %v", m, err)
+	}
+}
+
 func TestAResumeOfWhatWasCommittedSaysWhatIsThere(t *testing.T) {
 	n := startNode(t, testConfig(t, 16))
 	_, conn := byHand(t, n)

@@ -342,13 +342,18 @@ func (s *session) waitReady(ctx context.Context, key string) (ec.Info, error) {
 }
 
 // list pushes all entries, in pieces, as the engine reads them. A listing holds all that it has to say, and waits for an engine that
-// does not read: so there is one at a time, and the others have taken nothing yet.
+// does not read: so there is one at a time of a connection, and maxListings of all; the others have taken nothing yet.
 func (s *session) list(op *api.Op, t *turn) error {
 	return s.background(op, t, 0, func(ctx context.Context) {
 		var entries []ec.Info
 		select {
 		case s.listing <- struct{}{}:
 			defer func() { <-s.listing }()
+		case <-ctx.Done():
+		}
+		select {
+		case s.e.listings <- struct{}{}:
+			defer func() { <-s.e.listings }()
 			entries = s.pool.entries()
 		case <-ctx.Done():
 		}

@@ -138,7 +138,8 @@ type mapping struct {
 	table *region.SlotTable
 	dev   uint64
 	ino   uint64
-	uses  int // Reservations and Mapped that are not over; under Client.mu
+	uses  int  // Reservations and Mapped that are not over; under Client.mu
+	said  bool // that it is kept, though no node will go on with it; under Client.mu
 }
 
 // unmap is idempotent. Called with Client.memory held for writing.
@@ -423,6 +424,7 @@ func (c *Client) endLocked(err error) {
 	c.err = err
 	close(c.done)
 	c.lose(err)
+	c.shedLocked()
 }
 
 // lose ends the connection: its calls and refs learn of it. Called with the lock held.

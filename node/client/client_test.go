@@ -428,6 +428,7 @@ func TestDialWaitsForANodeThatHasNotAcceptedForAWhile(t *testing.T) {
 		}
 	}
 	ctx, cancel := context.WithCancel(testContext(t))
+	defer cancel()
 	dialled := make(chan error, 1)
 	go func() {
 		_, err := Dial(ctx, path, Options{Once: true})

@@ -55,6 +55,7 @@ func final(err error) bool {
 func (c *Client) reconnect() *link {
 	start, pause := time.Now(), firstPause
 	for {
+		c.shed() // before: it may wait for a node that cannot start for want of that memory
 		l, lost, err := c.tryAgain()
 		if err == nil {
 			c.o.Log.Info("connected to the node again", "socket", c.socket, "epoch", c.Pool().Epoch, "after", time.Since(start).Round(time.Millisecond),
@@ -66,7 +67,6 @@ func (c *Client) reconnect() *link {
 			c.end(fmt.Errorf("%w: %w", ErrClosed, err))
 			return nil
 		}
-		c.shed()
 		select {
 		case <-time.After(pause/2 + rand.N(pause)/2):
 		case <-c.ctx.Done():
@@ -146,10 +146,17 @@ func (c *Client) remap(m *mapping) error {
 func (c *Client) shed() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.shedLocked()
+}
+
+// shedLocked is shed with the lock held. What has no name and is still used stays, and is said once: the node that comes next may need the
+// memory.
+func (c *Client) shedLocked() {
 	c.memory.Lock()
 	defer c.memory.Unlock()
 	c.earlier = slices.DeleteFunc(c.earlier, func(m *mapping) bool {
 		if m.uses > 0 {
+			c.kept(m)
 			return false
 		}
 		_ = m.unmap()
@@ -157,17 +164,31 @@ func (c *Client) shed() {
 	})
 	select {
 	case <-c.link.gone:
-		if m := c.mapping; m != nil && m.bytes != nil && m.uses == 0 && m.orphaned() {
-			_ = m.unmap()
-		}
 	default:
+		return
 	}
+	switch m := c.mapping; {
+	case m == nil || m.bytes == nil:
+	case m.uses > 0:
+		c.kept(m)
+	case c.err != nil || m.orphaned(): // there will be no other connection, or none to this file
+		_ = m.unmap()
+	}
+}
+
+// kept says once what keeps a file that no node will go on with.
+func (c *Client) kept(m *mapping) {
+	if m.said || !m.orphaned() {
+		return
+	}
+	m.said = true
+	c.o.Log.Warn("memory of a node that is gone is kept: release what is mapped or reserved in it", "socket", c.socket, "bytes", len(m.bytes), "in_use", m.uses)
 }
 
 // unused is the end of a Reservation or a Mapped. Called with the lock held; shed follows, without it, if it says so.
 func (c *Client) unused(m *mapping) (shed bool) {
 	m.uses--
-	return m.uses == 0 && m != c.link.mapping
+	return m.uses == 0 && (m != c.link.mapping || c.err != nil)
 }
 
 // restatement is what a client says that it has, and what the node answers.

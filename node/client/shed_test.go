@@ -130,6 +130,60 @@ func TestMemoryOfEarlierNodesGoesWithTheLastUseOfIt(t *testing.T) {
 	}
 }
 
+func TestWhatIsOverKeepsNoMemoryThatIsNotInUse(t *testing.T) {
+	for _, used := range []bool{false, true} {
+		f := newFakeNode(t)
+		pool := file(t, f.region.Path())
+		nodes := mappings(t, pool)
+		c := f.dial() // once
+		var m *Mapped
+		if used {
+			m = granted(f, func() (*Mapped, error) { return c.Map(testContext(t), "k") }, api.Result{Handle: 1, Info: info("k", 1, 1)})
+			f.region.Pool()[testBlock] = 42
+		}
+		_ = f.conn.Close()
+		<-c.Done()
+		c.mu.Lock() // the end is under it
+		c.mu.Unlock()
+		if used {
+			if b := m.Buffers()[0]; b[0] != 42 {
+				t.Errorf("%d", b[0])
+			}
+			m.Release()
+		}
+		if n := mappings(t, pool); n != nodes {
+			t.Errorf("used %t: %d mappings and descriptors are left", used, n-nodes)
+		}
+	}
+}
+
+func TestWhatKeepsTheMemoryOfANodeThatIsGoneIsSaidOnce(t *testing.T) {
+	f := newFakeNode(t)
+	c, log := f.dialAgain(time.Minute)
+	m := granted(f, func() (*Mapped, error) { return c.Map(testContext(t), "k") }, api.Result{Handle: 1, Info: info("k", 1, 1)})
+	defer m.Release()
+	_ = f.listen.Close()
+	if err := f.region.Unlink(); err != nil {
+		t.Fatal(err)
+	}
+	_ = f.conn.Close()
+	<-c.current().gone
+	c.shed()
+	c.shed()
+	said := 0
+	for _, line := range log.lines() {
+		if strings.Contains(line, "is kept") {
+			said++
+			if !strings.Contains(line, "bytes="+strconv.Itoa(testBlock*testBlocks)) || !strings.Contains(line, "in_use=1") {
+				t.Error(line)
+			}
+		}
+	}
+	if said != 1 {
+		t.Errorf("said %d times:\n%s", said, strings.Join(log.lines(), "\n"))
+	}
+}
+
 // A reply may be read, and its connection lost and made again before the caller gets to it. By then the blocks are free.
 func TestWhatWasGrantedOnALostConnectionAndNotRestatedIsNotHandedOut(t *testing.T) {
 	f := newFakeNode(t)
