@@ -1,9 +1,11 @@
 package chaos
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"runtime"
 	"strings"
 	"testing"
@@ -112,4 +114,33 @@ func mountTmpfs(dir string, size int64) error {
 		return fmt.Errorf("tmpfs on %s: %w", dir, err)
 	}
 	return nil
+}
+
+func TestWhatKeepsTheMemoryOfAFileIsNamed(t *testing.T) {
+	needNamespaces(t, unix.CLONE_NEWNS)
+	dir := t.TempDir()
+	h := newHost(t, unix.CLONE_NEWNS, func() error { return mountTmpfs(dir, 1<<20) })
+	err := h.try(func() error {
+		f, err := os.Create(filepath.Join(dir, "pool"))
+		if err != nil {
+			return err
+		}
+		err = errors.Join(f.Truncate(1<<16), os.Remove(f.Name()))
+		m, mapErr := unix.Mmap(int(f.Fd()), 0, 1<<16, unix.PROT_READ, unix.MAP_SHARED)
+		if err = errors.Join(err, mapErr); err != nil {
+			return errors.Join(err, f.Close())
+		}
+		open := mapped(dir)
+		err = f.Close()
+		closed := mapped(dir)
+		err = errors.Join(err, unix.Munmap(m))
+		name := filepath.Join(dir, "pool") + " (deleted)"
+		if a, b := strings.Count(open, name), strings.Count(closed, name); a != 2 || b != 1 || mapped(dir) != "" {
+			t.Errorf("mapped and open:\n%s\nmapped:\n%s", open, closed)
+		}
+		return err
+	})
+	if err != nil {
+		t.Error(err)
+	}
 }

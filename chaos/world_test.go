@@ -316,9 +316,39 @@ func (w *world) startNode(i int) {
 				continue
 			}
 		}
-		w.t.Fatalf("%s does not start: %v, status %d\n%s", n.name, err, n.status(), tail(n.log, 6000))
+		kept := ""
+		_ = n.host.try(func() error { // names are those of its mount namespace
+			kept = mapped(n.config.ShmDir)
+			return nil
+		})
+		w.t.Fatalf("%s does not start: %v, status %d\nwhat keeps its memory:\n%s\n%s", n.name, err, n.status(), kept, tail(n.log, 6000))
 	}
 	w.lookForLost(i)
+}
+
+// mapped lists the mappings and descriptors of files in dir, or that were there, by process: they keep the memory of a file without a name.
+func mapped(dir string) string {
+	var b strings.Builder
+	maps, _ := filepath.Glob("/proc/[0-9]*/maps")
+	for _, path := range maps {
+		proc := filepath.Dir(path)
+		name, _ := os.ReadFile(filepath.Join(proc, "comm"))
+		say := func(line string) {
+			if strings.Contains(line, dir) {
+				fmt.Fprintf(&b, "%s (%s): %s\n", filepath.Base(proc), strings.TrimSpace(string(name)), strings.TrimSpace(line))
+			}
+		}
+		text, _ := os.ReadFile(path)
+		for line := range strings.Lines(string(text)) {
+			say(line)
+		}
+		fds, _ := filepath.Glob(filepath.Join(proc, "fd/*"))
+		for _, fd := range fds {
+			to, _ := os.Readlink(fd)
+			say(fd + " " + to)
+		}
+	}
+	return b.String()
 }
 
 // autopsy looks at the region of a node that was killed: whatever the instruction was, the table tells the truth, and what it calls
