@@ -2,9 +2,11 @@ package nixl
 
 import (
 	"context"
+	"fmt"
 	"os"
 
 	binding "github.com/tensorferry/tensorferry/nixl"
+	"github.com/tensorferry/tensorferry/transfer"
 )
 
 // agent is one incarnation of a NIXL agent, in this process (engine) or in one of its own (child). Methods are safe for concurrent
@@ -17,7 +19,7 @@ type agent interface {
 	// addPeer makes an agent known by its metadata and counts its users; each success is followed by dropPeer.
 	addPeer(ctx context.Context, metadata []byte) (peer uint64, err error)
 	dropPeer(peer uint64)
-	// read starts a READ. done is called once: from then on nothing writes the destination. It must not block.
+	// read starts a READ. done is called once: from then on nothing writes the destination, but after errUnsettled. It must not block.
 	read(r readOp, done func(error))
 	// attend says that notifications are likely to come soon. It never blocks.
 	attend()
@@ -25,9 +27,15 @@ type agent interface {
 	serving() bool
 	// over is closed when nothing of the agent touches any memory any more.
 	over() <-chan struct{}
+	// died says of an agent that is over that nobody ended it.
+	died() bool
 	// end ends the agent, whatever it is doing, and returns when it is over. READs in flight fail first.
 	end()
 }
+
+// errUnsettled is about a READ that failed and may yet write its destination until the agent is over, see Settled of the binding's requests.
+// It is one of several pieces mostly: of some, which UCX had begun, nobody learns the end.
+var errUnsettled = fmt.Errorf("%w: nixl: a READ failed that may not have ended", transfer.ErrPeerLost)
 
 // attachment is memory as an agent gets it: bytes where it runs in this process, a file to map where it does not.
 type attachment struct {

@@ -196,21 +196,31 @@ func (c *child) listen() {
 	_ = c.statm.Close() // of nil too
 	c.mu.Lock()
 	c.dead = true
-	left := c.pending
+	left, why := c.pending, errDied
+	if c.ended {
+		why = errEnded
+	}
 	c.pending = nil
 	c.mu.Unlock()
 	for _, done := range left {
-		done(nil, errDied)
+		done(nil, why)
 	}
 	close(c.isOver)
 }
 
-var errDied = fmt.Errorf("%w: nixl: the agent process ended", transfer.ErrPeerLost)
+// errDied is about what the process was asked, and did not end, when it died of its own.
+var errDied = fmt.Errorf("%w: nixl: the agent process died", transfer.ErrPeerLost)
 
 // kill knows when the process has been waited for, after which its pid may be another's.
 func (c *child) kill() { _ = c.proc.Kill() }
 
 func (c *child) over() <-chan struct{} { return c.isOver }
+
+func (c *child) died() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.dead && !c.ended
+}
 
 // serving asks the kernel. A process that is killed loses its memory first, and only when all of it is taken apart, which takes 20 to 40
 // ms a GiB, its sockets and its pid. One look takes 1 us.
@@ -237,7 +247,7 @@ func (c *child) ask(kind frameKind, f *os.File, body func([]byte) []byte, done f
 	c.mu.Lock()
 	if c.dead {
 		c.mu.Unlock()
-		return errDied
+		return errEnded
 	}
 	c.next++
 	id := c.next

@@ -79,6 +79,8 @@ func newEngine(l *binding.Library, o engineOptions, notify func([]byte)) (*engin
 
 func (e *engine) over() <-chan struct{} { return e.isOver }
 
+func (e *engine) died() bool { return false } // it would take this process with it
+
 func (e *engine) serving() bool {
 	select {
 	case <-e.stop:
@@ -222,11 +224,16 @@ func (e *engine) request(r readOp, remote *remote) (*binding.Request, error) {
 
 // finish is the end of a READ, good or bad.
 func (e *engine) finish(f *flying, err error) {
+	unsettled := false
 	if f.request != nil {
+		unsettled = err != nil && !f.request.Settled()
 		f.request.Release()
 	}
 	var status binding.Status
 	e.peers.unuse(f.remote, errors.As(err, &status) || errors.Is(err, binding.ErrStalePeer))
+	if unsettled && !errors.Is(err, binding.ErrClosed) { // closed: nothing is written any more
+		err = fmt.Errorf("%w: %w", errUnsettled, err)
+	}
 	f.done(classify(err, transfer.ErrPeerLost))
 }
 

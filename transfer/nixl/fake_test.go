@@ -3,8 +3,12 @@ package nixl
 import (
 	"bytes"
 	"errors"
+	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	binding "github.com/tensorferry/tensorferry/nixl"
 	"github.com/tensorferry/tensorferry/region"
@@ -288,6 +292,100 @@ func TestAMissingLibraryIsSaidWithWhatToInstall(t *testing.T) {
 		wantErr(t, "New", err, ErrMissing)
 		if err != nil && !bytes.Contains([]byte(err.Error()), []byte("pip install nixl")) {
 			t.Errorf("no word of what to install: %v", err)
+		}
+	}
+}
+
+func TestANamedLibraryThatIsNotThereIsSaidWithWhatToInstall(t *testing.T) {
+	const path = "/no/such/libnixl_capi.so"
+	for _, command := range [][]string{nil, {"agent"}} {
+		_, err := New(Options{Command: command, Library: path})
+		wantErr(t, "New", err, ErrMissing)
+		for _, word := range []string{path, "pip install nixl", binding.LibraryEnv} {
+			if err != nil && !strings.Contains(err.Error(), word) {
+				t.Errorf("no word of %q: %v", word, err)
+			}
+		}
+	}
+}
+
+func TestNoTwoIncarnationsShareAName(t *testing.T) {
+	p := newPair(t, Options{})
+	reg := register(t, p.producer, shared(t, 4096))
+	names := map[string]bool{}
+	note := func() {
+		t.Helper()
+		i, ok := reg.Incarnation()
+		if !ok {
+			t.Fatal("nothing serves")
+		}
+		name, err := binding.AgentName(i.Agent)
+		must(t, err)
+		if names[name] {
+			t.Errorf("the name %q comes again", name)
+		}
+		names[name] = true
+	}
+	note()
+	for range 20 {
+		end, err := reg.Rotate(t.Context())
+		must(t, err)
+		note()
+		end()
+	}
+	dead, _ := reg.Incarnation()
+	reg.cur.Load().agent.end()
+	transfertest.Eventually(t, "the next agent", func() bool {
+		now, ok := reg.Incarnation()
+		return ok && now.Gone != dead.Gone
+	})
+	note()
+	if other := register(t, p.producer, shared(t, 4096)).agentName(); names[other] {
+		t.Errorf("the name %q comes again", other)
+	}
+}
+
+// Adding a dead agent costs endpoints at both ends, so it is tried ever less often.
+func TestAddingAPeerThatFailsIsTriedEverLessOften(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := binding.NewFake()
+		a := producer(t, f, "plain")
+		md := metadataOf(t, a)
+		e, err := newEngine(f.Library(), engineOptions{Name: "reader", Backends: []Backend{{Name: "UCX"}}, IdlePeers: 8}, nil)
+		must(t, err)
+		defer e.end()
+		wait := addBackoffFirst
+		for range 10 {
+			f.Fail(binding.FakeAddPeer, 0, binding.StatusBackend)
+			if _, err := e.addPeer(t.Context(), md); err == nil || strings.Contains(err.Error(), "next try") {
+				t.Fatalf("a try: %v", err)
+			}
+			time.Sleep(wait - 1)
+			_, err := e.addPeer(t.Context(), md)
+			wantErr(t, "too soon", err, transfer.ErrPeerLost)
+			if err != nil && !strings.Contains(err.Error(), "next try") {
+				t.Fatalf("after %v: %v", wait-1, err)
+			}
+			time.Sleep(1)
+			wait = min(2*wait, addBackoffMost)
+		}
+		if wait != addBackoffMost {
+			t.Errorf("the longest wait is %v", wait)
+		}
+		_, err = e.addPeer(t.Context(), md)
+		must(t, err)
+	})
+}
+
+// UCX keeps what it knows of memory until it sees libc's munmap.
+func TestMemoryOfThisProcessIsUnmappedByTheLibrary(t *testing.T) {
+	f := binding.NewFake()
+	for name, p := range map[string]*Plane{"in process": newPlane(t, Options{Loaded: f.Library()}), "processes": {}} {
+		b, err := unix.Mmap(-1, 0, 4096, unix.PROT_READ, unix.MAP_PRIVATE|unix.MAP_ANON)
+		must(t, err)
+		must(t, p.Unmap(b))
+		if err := unix.Madvise(b, unix.MADV_NORMAL); err == nil {
+			t.Errorf("%s: it is still mapped", name)
 		}
 	}
 }

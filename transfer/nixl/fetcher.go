@@ -3,6 +3,8 @@ package nixl
 import (
 	"context"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -41,158 +43,332 @@ func (b *backoff) ended(started time.Time) {
 
 // fetcher keeps the fetch agent: it starts when it is needed and again after it has ended, with all destinations attached.
 type fetcher struct {
-	plane *Plane
+	plane    *Plane
+	ctx      context.Context // ends when closed
+	cancel   context.CancelFunc
+	suspects suspects
 
 	mu       sync.Mutex
 	closed   bool
-	cur      agent
-	started  time.Time
-	attached map[uint32]bool
-	starting chan struct{} // closed when the start under way is over; nil: none
-	err      error         // of the last start
-	backoff  backoff
+	cur      *fetching
+	next     *fetching // destinations are being attached to it
+	leaving  *fetching // retired, and not over yet
+	starting *start    // under way; nil: none
+	backoff  backoff   // of starts, and of agents that died with nobody to blame
+	counts   Counts
 }
 
-func newFetcher(p *Plane) *fetcher { return &fetcher{plane: p} }
+// fetching is one fetch agent. All is under the fetcher's lock, which is not held while the agent does anything.
+type fetching struct {
+	agent        agent
+	started      time.Time
+	destinations map[uint32]*destination // by the memory's id
+	adding       map[string]int          // names of peers that are being added
+}
+
+// destination is memory that is attached to a fetch agent, or is being attached.
+type destination struct {
+	over bool // it is attached
+	gone bool // it is to be detached as soon as it is attached
+	done chan struct{}
+	err  error // set before done is closed
+}
+
+// start is a start under way.
+type start struct {
+	done chan struct{}
+	err  error // set before done is closed
+}
+
+func newFetcher(p *Plane) *fetcher {
+	f := &fetcher{plane: p}
+	f.ctx, f.cancel = context.WithCancel(context.Background())
+	return f
+}
 
 // get gives the agent, starting it if there is none. ctx bounds the wait, not the start.
 func (f *fetcher) get(ctx context.Context) (agent, error) {
-	for waited := false; ; waited = true {
-		f.mu.Lock()
-		if f.closed {
-			f.mu.Unlock()
-			return nil, fmt.Errorf("nixl: %w", transfer.ErrClosed)
+	for {
+		a, s, err := f.lookUp()
+		if a != nil || err != nil {
+			return a, err
 		}
-		f.checkLocked()
-		if f.cur != nil {
-			defer f.mu.Unlock()
-			return f.cur, nil
-		}
-		if f.starting == nil {
-			if waited {
-				err := f.err
-				f.mu.Unlock()
-				return nil, err
-			}
-			if wait := time.Until(f.backoff.until); wait > 0 {
-				defer f.mu.Unlock()
-				return nil, fmt.Errorf("%w: nixl: the fetch agent ended or failed to start %d times, the next start is in %v", transfer.ErrPeerLost, f.backoff.failures, wait.Round(time.Millisecond))
-			}
-			f.starting = make(chan struct{})
-			go f.start()
-		}
-		starting := f.starting
-		f.mu.Unlock()
 		select {
-		case <-starting:
+		case <-s.done:
+			if s.err != nil {
+				return nil, s.err
+			}
+			// It may be over already; then it counts as one that died.
 		case <-ctx.Done():
 			return nil, fmt.Errorf("nixl: the fetch agent is starting: %w", ctx.Err())
 		}
 	}
 }
 
-// checkLocked lets go of an agent that has ended.
+// lookUp gives the agent, or the start that is to be waited for.
+func (f *fetcher) lookUp() (agent, *start, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return nil, nil, fmt.Errorf("nixl: %w", transfer.ErrClosed)
+	}
+	f.checkLocked()
+	if f.cur != nil {
+		return f.cur.agent, nil, nil
+	}
+	if f.starting == nil {
+		if wait := time.Until(f.backoff.until); wait > 0 {
+			return nil, nil, fmt.Errorf("%w: nixl: the fetch agent ended or failed to start %d times, the next start is in %v", transfer.ErrPeerLost, f.backoff.failures, wait.Round(time.Millisecond))
+		}
+		f.starting = &start{done: make(chan struct{})}
+		go f.start(f.starting)
+	}
+	return nil, f.starting, nil
+}
+
+// checkLocked lets go of an agent that has ended. Only one that died with no peer to blame holds up the next.
 func (f *fetcher) checkLocked() {
-	if f.cur == nil {
+	g := f.cur
+	if g == nil {
 		return
 	}
 	select {
-	case <-f.cur.over():
-		f.cur = nil
-		f.backoff.ended(f.started)
+	case <-g.agent.over():
 	default:
+		return
+	}
+	f.cur = nil
+	if !g.agent.died() {
+		return
+	}
+	f.counts.Deaths++
+	for name := range g.adding {
+		f.suspects.blame(g.agent, name)
+	}
+	if !f.suspects.blamed(g.agent) {
+		f.backoff.ended(g.started)
 	}
 }
 
-func (f *fetcher) start() {
-	ctx, cancel := context.WithTimeout(context.Background(), f.plane.o.StartTimeout)
-	defer cancel()
-	a, err := f.plane.start(ctx, roleFetch, false, nil)
+func (f *fetcher) start(s *start) {
+	a, err := f.plane.start(f.ctx, roleFetch, false, nil)
 	if err == nil {
-		if err = f.install(ctx, a); err != nil {
+		if err = f.install(a); err != nil {
 			a.end()
 		}
 	}
 	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.err = classify(err, transfer.ErrPeerLost)
+	s.err = classify(err, transfer.ErrPeerLost)
 	if err != nil && !f.closed {
 		f.backoff.failed()
 		f.plane.o.Log.Error("nixl: the fetch agent did not start", "err", err, "failures", f.backoff.failures)
 	}
-	close(f.starting)
-	f.starting = nil
+	f.starting, f.next = nil, nil
+	f.mu.Unlock()
+	close(s.done)
 }
 
-// install attaches all destinations and makes a the agent. Under the lock: memory that is registered meanwhile finds either the agent, or
-// itself attached.
-func (f *fetcher) install(ctx context.Context, a agent) error {
+// install attaches all destinations and makes a the agent. Memory that is registered meanwhile is attached too, or finds the agent.
+func (f *fetcher) install(a agent) error {
+	g := &fetching{agent: a, started: time.Now(), destinations: map[uint32]*destination{}, adding: map[string]int{}}
+	for {
+		d, err := f.installNext(g)
+		if d == nil || err != nil {
+			return err
+		}
+		<-d.done
+		f.mu.Lock()
+		err, gone := d.err, d.gone
+		f.mu.Unlock()
+		if err != nil && !gone {
+			return fmt.Errorf("attach memory: %w", err)
+		}
+	}
+}
+
+// installNext attaches one more destination. If there is none, g is the agent.
+func (f *fetcher) installNext(g *fetching) (*destination, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.closed {
-		return fmt.Errorf("nixl: %w", transfer.ErrClosed)
+		return nil, fmt.Errorf("nixl: %w", transfer.ErrClosed)
 	}
-	f.attached = map[uint32]bool{}
-	if err := f.attachAllLocked(ctx, a); err != nil {
-		return err
-	}
-	f.cur, f.started = a, time.Now()
-	return nil
-}
-
-func (f *fetcher) attachAllLocked(ctx context.Context, a agent) error {
 	f.plane.mu.Lock()
-	memories := append([]*memory(nil), f.plane.memories...)
-	f.plane.mu.Unlock()
-	for _, m := range memories {
-		if !f.plane.destination(m) {
-			continue
+	defer f.plane.mu.Unlock()
+	for _, m := range f.plane.memories {
+		if g.destinations[m.id] == nil && f.plane.destination(m) {
+			f.next = g
+			return f.attachLocked(g, m), nil
 		}
-		if _, err := a.attach(ctx, m.attachment(true)); err != nil {
-			return fmt.Errorf("attach memory: %w", err)
-		}
-		f.attached[m.id] = true
 	}
-	return nil
+	f.cur, f.next = g, nil
+	return nil, nil
 }
 
-// attach makes m a destination of a, or of the agent of now if a is nil; a no-op if there is no agent.
+// attachLocked begins to make m a destination of g.
+func (f *fetcher) attachLocked(g *fetching, m *memory) *destination {
+	d := &destination{done: make(chan struct{})}
+	g.destinations[m.id] = d
+	go func() {
+		ctx, cancel := context.WithTimeout(f.ctx, f.plane.registerTimeout(m.place.Bytes))
+		defer cancel()
+		_, err := g.agent.attach(ctx, m.attachment(true))
+		f.mu.Lock()
+		d.err, d.over = err, err == nil
+		gone := d.gone
+		if err != nil || gone {
+			delete(g.destinations, m.id)
+		}
+		f.mu.Unlock()
+		if err == nil && gone {
+			g.agent.detach(m.id)
+		}
+		close(d.done)
+	}()
+	return d
+}
+
+// attach makes m a destination of a, or of the agent of now if a is nil; a no-op if there is no agent. ctx bounds the wait.
 func (f *fetcher) attach(ctx context.Context, a agent, m *memory) error {
 	f.mu.Lock()
-	defer f.mu.Unlock()
 	f.checkLocked()
+	g := f.cur
 	switch {
-	case a != nil && f.cur != a:
+	case a != nil && (g == nil || g.agent != a):
+		f.mu.Unlock()
 		return errEnded
-	case f.cur == nil || f.attached[m.id] || !f.plane.destination(m):
+	case g == nil || !f.plane.destination(m):
+		f.mu.Unlock()
 		return nil
 	}
-	if _, err := f.cur.attach(ctx, m.attachment(true)); err != nil {
-		return err
+	d := g.destinations[m.id]
+	if d == nil {
+		d = f.attachLocked(g, m)
 	}
-	f.attached[m.id] = true
-	return nil
+	f.mu.Unlock()
+	select {
+	case <-d.done:
+		return d.err
+	case <-ctx.Done():
+		return fmt.Errorf("nixl: the fetch agent registers %d bytes: %w", m.place.Bytes, ctx.Err())
+	}
 }
 
-func (f *fetcher) detach(m *memory) {
+// detach withdraws m. What it gives is to be waited for before m is closed: agents that are attaching it now.
+func (f *fetcher) detach(m *memory) (attaching []<-chan struct{}) {
+	var from []agent
+	f.mu.Lock()
+	for _, g := range []*fetching{f.cur, f.next, f.leaving} {
+		if g == nil {
+			continue
+		}
+		switch d := g.destinations[m.id]; {
+		case d == nil:
+		case d.over:
+			delete(g.destinations, m.id)
+			from = append(from, g.agent)
+		default:
+			d.gone = true
+			attaching = append(attaching, d.done)
+		}
+	}
+	f.mu.Unlock()
+	for _, a := range from {
+		a.detach(m.id)
+	}
+	return attaching
+}
+
+// adds counts peers of a name that are being added to a.
+func (f *fetcher) adds(a agent, name string, n int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.cur != nil && f.attached[m.id] {
-		delete(f.attached, m.id)
-		f.cur.detach(m.id)
+	for _, g := range []*fetching{f.cur, f.leaving} {
+		if g == nil || g.agent != a {
+			continue
+		}
+		if g.adding[name] += n; g.adding[name] == 0 {
+			delete(g.adding, name)
+		}
 	}
 }
 
-// close ends the agent. A start under way is waited for.
+// retirePoll is how often a retired agent is looked at.
+const retirePoll = 2 * time.Millisecond
+
+// retire has another agent started for the next READ, and ends a when its READs have ended, or after Options.Drain. At most one waits for
+// that: the one before is ended at once.
+func (f *fetcher) retire(a agent) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.counts.Unsettled++
+	f.checkLocked()
+	g := f.cur
+	if g == nil || g.agent != a {
+		return // it is retired or over
+	}
+	f.counts.Retired++
+	former := f.leaving
+	f.cur, f.leaving = nil, g
+	f.plane.o.Log.Warn("nixl: a READ failed, and parts of it may still write its destination: the fetch agent is replaced")
+	go func() {
+		if former != nil {
+			former.agent.end()
+		}
+		f.plane.settle(a)
+		a.end()
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		if f.leaving == g {
+			f.leaving = nil
+		}
+	}()
+}
+
+// settle waits until a has no READ that can still succeed, for Options.Drain at most.
+func (p *Plane) settle(a agent) {
+	for end := time.Now().Add(p.o.Drain); time.Now().Before(end); {
+		p.mu.Lock()
+		peers := slices.Collect(maps.Keys(p.peers))
+		p.mu.Unlock()
+		if !slices.ContainsFunc(peers, func(c *peer) bool { return c.reading(a) }) {
+			return
+		}
+		select {
+		case <-a.over():
+			return
+		case <-time.After(retirePoll):
+		}
+	}
+}
+
+// close ends the agent, and a start under way.
 func (f *fetcher) close() {
 	f.mu.Lock()
 	f.closed = true
-	starting, cur := f.starting, f.cur
+	s, agents := f.starting, []*fetching{f.cur, f.next, f.leaving}
 	f.mu.Unlock()
-	if starting != nil {
-		<-starting
+	f.cancel()
+	for _, g := range agents {
+		if g != nil {
+			g.agent.end()
+		}
 	}
-	if cur != nil {
-		cur.end()
+	if s != nil {
+		<-s.done
 	}
+}
+
+// Counts are of what has happened to a plane's fetch agents, since it was made.
+type Counts struct {
+	Deaths    uint64 // of their own
+	Unsettled uint64 // READs that failed, in several pieces mostly, whose destinations were kept until the agent was over
+	Retired   uint64 // agents that were replaced for those
+}
+
+// Counts says what has happened to the fetch agents.
+func (p *Plane) Counts() Counts {
+	p.fetch.mu.Lock()
+	defer p.fetch.mu.Unlock()
+	return p.fetch.counts
 }

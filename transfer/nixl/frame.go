@@ -339,17 +339,17 @@ func (w *wire) file() (*os.File, error) {
 	return f, nil
 }
 
-// Codes of replies: which of the contract's errors it is.
+// Codes of replies: which of the contract's errors it is, or of ours. The last that fits counts.
 var replyErrors = []error{
-	nil, transfer.ErrBadRequest, transfer.ErrPeerLost, transfer.ErrUnreachable, transfer.ErrClosed,
+	nil, transfer.ErrBadRequest, transfer.ErrPeerLost, transfer.ErrUnreachable, transfer.ErrClosed, ErrMissing, binding.ErrUnsupported, errUnsettled,
 }
 
 func appendReply(b []byte, err error) []byte {
 	code, text := 0, ""
 	if err != nil {
 		code, text = 2, err.Error()
-		for i, e := range replyErrors {
-			if i > 0 && errors.Is(err, e) {
+		for i := len(replyErrors) - 1; i > 0; i-- {
+			if errors.Is(err, replyErrors[i]) {
 				code = i
 				break
 			}

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"strconv"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -20,6 +21,7 @@ type memory struct {
 	offset   int64
 	bounce   bool
 	slots    chan []byte // bounce buffer: free parts of it
+	unmap    func([]byte) error
 }
 
 // attachment for an agent: for reading or, a destination, for writing.
@@ -80,8 +82,32 @@ func (p *Plane) removeMemory(m *memory) {
 		}
 	}
 	p.mu.Unlock()
-	p.fetch.detach(m)
-	m.close()
+	attaching := p.fetch.detach(m)
+	release := func() {
+		for _, done := range attaching {
+			<-done
+		}
+		m.close()
+	}
+	if len(attaching) > 0 && len(p.o.Command) > 0 {
+		go release() // a process has a mapping of its own, and nobody READs into this memory any more
+		return
+	}
+	release()
+}
+
+// Unmap ends a mapping, all of it, that was registered on this plane, after its registration was closed. With agents in this process it
+// must be this or the binding's Unmap, not a plain system call (unix.Munmap makes one): UCX keeps what it knows of memory until it sees
+// libc's munmap, and would take another mapping at the same address for this one.
+func (p *Plane) Unmap(b []byte) error {
+	if p.library != nil {
+		return p.library.Unmap(b)
+	}
+	return unmap(b)
+}
+
+func unmap(b []byte) error {
+	return unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b)))
 }
 
 func (m *memory) close() {
@@ -91,7 +117,7 @@ func (m *memory) close() {
 		}
 	}
 	if m.bounce {
-		_ = unix.Munmap(m.bytes) // fails only on a mapping that is not there
+		_ = m.unmap(m.bytes) // fails only on a mapping that is not there
 	}
 }
 
@@ -154,7 +180,7 @@ func (p *Plane) bounceBuffer() (*memory, error) {
 	if err != nil {
 		return nil, fmt.Errorf("nixl: bounce buffer: %w", err)
 	}
-	m := &memory{writable: os.NewFile(uintptr(fd), "ferry-nixl-bounce"), slots: make(chan []byte, bounceSlots)}
+	m := &memory{writable: os.NewFile(uintptr(fd), "ferry-nixl-bounce"), slots: make(chan []byte, bounceSlots), unmap: p.Unmap}
 	const size = bounceSlot * bounceSlots
 	if err = unix.Ftruncate(fd, size); err == nil {
 		m.bytes, err = unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)

@@ -43,7 +43,7 @@ type Options struct {
 	// ProgressDelay is how long the library's progress thread sleeps at most between rounds; events wake it. Default 100 ms: an
 	// idle agent then takes 0.1% of a core, with NIXL's own default of 0 it takes 20% (1.3.2), and READs are as fast.
 	ProgressDelay time.Duration
-	StartTimeout  time.Duration // of an agent: library, backends; default 30 s
+	StartTimeout  time.Duration // of an agent: library, backends; default 30 s. Mapping and registering memory has a second a GiB more
 	Drain         time.Duration // Peer.Close waits so long for its READs before it ends the fetch agent; default 2 s
 	IdlePeers     int           // agents that nobody uses and that are still known, for a quick return; default 64
 
@@ -119,17 +119,40 @@ func New(o Options) (*Plane, error) {
 	p := &Plane{o: o, library: o.Loaded, regs: map[*Registration]struct{}{}, peers: map[*peer]struct{}{}}
 	switch {
 	case len(o.Command) > 0:
-		if len(binding.Find(o.libraryOptions()...)) == 0 {
-			return nil, fmt.Errorf("%w: install it with `pip install nixl` into the active venv, or name the file by %s", ErrMissing, binding.LibraryEnv)
+		if err := o.findLibrary(); err != nil {
+			return nil, err
 		}
 	case p.library == nil:
 		var err error
-		if p.library, err = binding.Load(o.libraryOptions()...); err != nil {
+		if err = o.findLibrary(); err == nil {
+			p.library, err = binding.Load(o.libraryOptions()...)
+		}
+		if err != nil {
 			return nil, err
 		}
 	}
 	p.fetch = newFetcher(p)
 	return p, nil
+}
+
+// findLibrary says whether there is the file that would be opened.
+func (o *Options) findLibrary() error {
+	if len(binding.Find(o.libraryOptions()...)) > 0 {
+		return nil
+	}
+	for _, named := range []string{o.Library, os.Getenv(binding.LibraryEnv)} {
+		if named != "" {
+			return fmt.Errorf("%w: there is no %s: %s", ErrMissing, named, howToInstall)
+		}
+	}
+	return fmt.Errorf("%w: %s", ErrMissing, howToInstall)
+}
+
+const howToInstall = "install it with `pip install nixl` into the active venv, or name the file libnixl_capi.so by " + binding.LibraryEnv + " or the library's path"
+
+// registerTimeout is of mapping and registering memory: ten times what was seen with memory that nobody had touched, 0.1 s a GiB.
+func (p *Plane) registerTimeout(bytes uint64) time.Duration {
+	return p.o.StartTimeout + time.Duration(min(bytes>>20, 1<<30))*(time.Second/1024)
 }
 
 // netDevices is UCX's variable for the network devices that it uses.

@@ -2,11 +2,14 @@ package nixl
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
+	binding "github.com/tensorferry/tensorferry/nixl"
 	"github.com/tensorferry/tensorferry/transfer"
 	"github.com/tensorferry/tensorferry/transfer/internal/span"
 )
@@ -15,12 +18,14 @@ import (
 type peer struct {
 	plane    *Plane
 	metadata []byte // the agent's
+	name     string // the agent's
 	layout   layout
 
 	mu     sync.Mutex
 	closed bool
-	known  agent  // the fetch agent that has it
-	id     uint64 // there
+	known  agent   // the fetch agent that has it
+	id     uint64  // there
+	adding *adding // under way; nil: none
 	reads  map[*read]struct{}
 	quiet  chan struct{} // closed when closed and no READ is left
 	once   sync.Once
@@ -70,8 +75,13 @@ func (p *Plane) addPeer(ctx context.Context, metadata []byte, version string, l 
 	if clash(own, metadata) {
 		return nil, fmt.Errorf("%w: nixl: NIXL %s here would crash the peer's %s, since both are on one machine: use one version there", transfer.ErrUnreachable, ours, version)
 	}
-	c := &peer{plane: p, metadata: slices.Clone(metadata), layout: l, reads: map[*read]struct{}{}, quiet: make(chan struct{})}
+	name, err := binding.AgentName(metadata)
+	if err != nil {
+		return nil, classify(fmt.Errorf("nixl: add an agent: %w", err), transfer.ErrBadRequest)
+	}
+	c := &peer{plane: p, metadata: slices.Clone(metadata), name: name, layout: l, reads: map[*read]struct{}{}, quiet: make(chan struct{})}
 	if _, _, err := c.handle(ctx); err != nil {
+		_ = c.Close() // gives nil
 		return nil, err
 	}
 	p.mu.Lock()
@@ -85,26 +95,91 @@ func (p *Plane) addPeer(ctx context.Context, metadata []byte, version string, l 
 	return c, nil
 }
 
-// handle gives the peer on the fetch agent of now, which it adds it to if that is a new one.
+// adding is the peer on its way to a fetch agent.
+type adding struct {
+	agent agent
+	done  chan struct{}
+	id    uint64 // these two are set before done is closed
+	err   error
+}
+
+// handle gives the peer on the fetch agent of now, which it adds it to if that is a new one. ctx bounds the wait.
 func (c *peer) handle(ctx context.Context) (agent, uint64, error) {
+	if err := c.plane.fetch.suspects.admit(ctx, c.name); err != nil {
+		return nil, 0, err
+	}
 	a, err := c.plane.fetch.get(ctx)
 	if err != nil {
 		return nil, 0, err
 	}
 	c.mu.Lock()
-	defer c.mu.Unlock()
 	if c.closed {
+		c.mu.Unlock()
 		return nil, 0, fmt.Errorf("nixl: read: %w", transfer.ErrClosed)
 	}
 	if c.known == a {
+		defer c.mu.Unlock()
 		return a, c.id, nil
 	}
-	id, err := a.addPeer(ctx, c.metadata)
-	if err != nil {
-		return nil, 0, err
+	d := c.adding
+	if d == nil || d.agent != a {
+		d = &adding{agent: a, done: make(chan struct{})}
+		c.adding = d
+		go c.add(d)
 	}
-	c.known, c.id = a, id // what knew it before is over, its id with it
-	return a, id, nil
+	c.mu.Unlock()
+	select {
+	case <-d.done:
+		return a, d.id, d.err
+	case <-ctx.Done():
+		return nil, 0, fmt.Errorf("nixl: the fetch agent is adding the peer: %w", ctx.Err())
+	}
+}
+
+// add ends with the agent at the latest.
+func (c *peer) add(d *adding) {
+	f := c.plane.fetch
+	f.adds(d.agent, c.name, 1)
+	d.id, d.err = d.agent.addPeer(context.Background(), c.metadata)
+	if d.err != nil {
+		f.tell(d.agent, c.name, d.err)
+	}
+	f.adds(d.agent, c.name, -1)
+	c.mu.Lock()
+	known := d.err == nil && c.adding == d && !c.closed
+	if known {
+		c.known, c.id = d.agent, d.id // what knew it before is over or retired, its id with it
+	}
+	if c.adding == d {
+		c.adding = nil
+	}
+	c.mu.Unlock()
+	if d.err == nil && !known {
+		d.agent.dropPeer(d.id)
+	}
+	close(d.done)
+}
+
+// tell says how it went with a peer.
+func (f *fetcher) tell(a agent, name string, err error) {
+	switch {
+	case errors.Is(err, errDied):
+		f.suspects.blame(a, name)
+	case !errors.Is(err, errEnded):
+		f.suspects.acquit(name)
+	}
+}
+
+// reading says whether a READ of it by a can still succeed.
+func (c *peer) reading(a agent) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for r := range c.reads {
+		if r.agent == a && !r.unsettled.Load() {
+			return true
+		}
+	}
+	return false
 }
 
 // Read implements transfer.Peer. A READ into memory that is not registered here is done through the bounce buffer.
@@ -141,7 +216,7 @@ func (c *peer) Read(ctx context.Context, r transfer.ReadRequest) (transfer.Read,
 	end := readOp{peer: id, notify: r.Notification != nil, note: slices.Clone(r.Notification)}
 	if direct {
 		end.pieces = pieces
-		a.read(end, rd.end)
+		rd.post(end, rd.end)
 		return rd, nil
 	}
 	parts := span.Split(slices.Clone(r.Remote), slices.Clone(r.Local), total, int((total+bounceSlot-1)/bounceSlot))
@@ -216,6 +291,24 @@ type read struct {
 	agent agent
 	done  chan struct{}
 	err   error // set before done is closed
+
+	unsettled atomic.Bool // it failed, and ends with the agent
+}
+
+// post has the agent do a READ, and sees to it that nothing writes its destination when done is called.
+func (r *read) post(op readOp, done func(error)) {
+	r.agent.read(op, func(err error) {
+		if !errors.Is(err, errUnsettled) {
+			done(err)
+			return
+		}
+		r.unsettled.Store(true)
+		r.peer.plane.fetch.retire(r.agent)
+		go func() {
+			<-r.agent.over()
+			done(err)
+		}()
+	})
 }
 
 // Done implements transfer.Read.
@@ -230,8 +323,9 @@ func (r *read) Cancel() {}
 // end is called once.
 func (r *read) end(err error) {
 	r.err = err
-	close(r.done)
 	c := r.peer
+	c.plane.fetch.tell(r.agent, c.name, err)
+	close(r.done)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	delete(c.reads, r)
@@ -259,7 +353,7 @@ func (r *read) staged(last readOp, bounce *memory, parts []span.Part) {
 			if op.pieces, err = r.peer.layout.pieces(part.Remote, []local{{bounce.id, bounce.offsetOf(slot), uint64(part.Bytes)}}); err != nil {
 				return err
 			}
-			r.agent.read(op, func(err error) { ended <- err })
+			r.post(op, func(err error) { ended <- err })
 			if err := <-ended; err != nil {
 				return err
 			}

@@ -90,7 +90,7 @@ func (a *PlainAgent) Read(ctx context.Context, from, to []Place) (transfer.Read,
 	var first error
 	left := len(ops)
 	for _, op := range ops {
-		known.read(op, func(err error) {
+		rd.post(op, func(err error) {
 			mu.Lock()
 			if first == nil {
 				first = err

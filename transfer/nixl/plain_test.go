@@ -2,7 +2,6 @@ package nixl
 
 import (
 	"bytes"
-	"fmt"
 	"testing"
 
 	binding "github.com/tensorferry/tensorferry/nixl"
@@ -99,9 +98,14 @@ func TestImpossibleReadsOfAPlainAgentAreRefused(t *testing.T) {
 	wantErr(t, "closed", err, transfer.ErrClosed)
 }
 
-// The fake's metadata does not list memory, so this one says what else there is by its length.
+// longer is metadata that lists one more piece of memory, the nth.
 func longer(t *testing.T, a *binding.Agent, n int) []byte {
-	return fmt.Appendf(metadataOf(t, a), "%d", n)
+	t.Helper()
+	r, err := a.Register(binding.DRAM, []binding.Range{{Addr: 1<<40 + uintptr(n)*4096, Len: 1}})
+	must(t, err)
+	md := metadataOf(t, a)
+	must(t, r.Close())
+	return md
 }
 
 func TestOtherMetadataOfAKnownAgentMakesNoConnectionAndLittleIsKept(t *testing.T) {

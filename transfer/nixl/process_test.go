@@ -27,7 +27,7 @@ func (r *Registration) pid() int { return r.cur.Load().agent.(*child).pid }
 func (p *Plane) fetchPID() int {
 	p.fetch.mu.Lock()
 	defer p.fetch.mu.Unlock()
-	return p.fetch.cur.(*child).pid
+	return p.fetch.cur.agent.(*child).pid
 }
 
 func gone(pid int) bool { return errors.Is(unix.Kill(pid, 0), unix.ESRCH) }
@@ -238,6 +238,20 @@ func TestAProgramThatIsNoAgentIsAnError(t *testing.T) {
 		if _, err := p.AddPeer(t.Context(), reg.append(nil)); err == nil {
 			t.Errorf("%v: added", command)
 		}
+	}
+}
+
+// What New saw can be gone when an agent starts.
+func TestALibraryThatAnAgentProcessMissesIsSaidAsThat(t *testing.T) {
+	o := processes(t)
+	p := newPlane(t, o)
+	p.o.Library = "/no/such/libnixl_capi.so"
+	_, err := p.Register(t.Context(), shared(t, 4096), nil)
+	wantErr(t, "Register", err, ErrMissing)
+	_, err = p.fetch.get(t.Context())
+	wantErr(t, "fetch", err, ErrMissing)
+	if err != nil && !strings.Contains(err.Error(), "pip install nixl") {
+		t.Errorf("no word of what to install: %v", err)
 	}
 }
 

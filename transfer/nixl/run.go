@@ -243,12 +243,12 @@ func (h *host) hello(f frame) error {
 	if err := json.Unmarshal(f.body, &m); err != nil {
 		return fmt.Errorf("%w: %w", errBadFrame, err)
 	}
-	var opts []binding.Option
-	if m.Library != "" {
-		opts = append(opts, binding.WithPath(m.Library))
+	o := Options{Library: m.Library}
+	err := o.findLibrary()
+	if err == nil {
+		h.library, err = binding.Load(o.libraryOptions()...)
 	}
-	var err error
-	if h.library, err = binding.Load(opts...); err == nil {
+	if err == nil {
 		h.engine, err = newEngine(h.library, m.Engine, func(message []byte) {
 			if h.alone.Load() {
 				return // it is about an ack that nobody knows any more

@@ -18,7 +18,7 @@ const selfTestBytes = 1 << 20
 
 // SelfTest has the plane serve random bytes and read them by its own fetch agent, which it starts if there is none. ctx bounds it.
 func (p *Plane) SelfTest(ctx context.Context) error {
-	m, free, err := testMemory()
+	m, free, err := testMemory(p.Unmap)
 	if err != nil {
 		return err
 	}
@@ -53,7 +53,7 @@ func (p *Plane) SelfTest(ctx context.Context) error {
 }
 
 // testMemory is shared memory with random bytes.
-func testMemory() (m transfer.Memory, free func(), err error) {
+func testMemory(unmap func([]byte) error) (m transfer.Memory, free func(), err error) {
 	fd, err := unix.MemfdCreate("ferry-nixl-selftest", unix.MFD_CLOEXEC)
 	if err != nil {
 		return m, nil, fmt.Errorf("nixl: memory for the self-test: %w", err)
@@ -69,7 +69,7 @@ func testMemory() (m transfer.Memory, free func(), err error) {
 	_, _ = rand.Read(m.Bytes) // never fails
 	m.File, m.Path = f, f.Name()
 	return m, func() {
-		_ = unix.Munmap(m.Bytes)
+		_ = unmap(m.Bytes)
 		_ = f.Close()
 	}, nil
 }
