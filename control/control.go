@@ -58,8 +58,8 @@ type Options struct {
 	// lost, HeartbeatTTL what we ask the peer to wait for a sign of us. The TTL travels in tenths of a second, at most 6,553 s.
 	HeartbeatInterval, HeartbeatTimeout, HeartbeatTTL time.Duration
 	// MaxMessage limits a frame of an incoming message, in bytes; a larger one drops the connection (ZMQ_MAXMSGSIZE). libzmq has no
-	// limit to the number of frames: a Router cuts a peer that has sent 8 MiB and more of a message that has not ended. Nobody holds a
-	// Dealer's peer, which was chosen and asked.
+	// limit to the number of frames: a Router cuts a peer that has sent 8 MiB and more of a message that has not ended, a Dealer one that
+	// has sent so much beyond MaxMessage, and both whoever has much on its way while the process grows by 1 GiB.
 	// Default: DefaultRouterMessage for a Router, DefaultDealerMessage for a Dealer.
 	MaxMessage int64
 	// Queue limits the messages waiting per destination, and again those that libzmq holds for it. What comes in has no limit but that
@@ -81,6 +81,7 @@ type Options struct {
 	Log *slog.Logger
 
 	stall time.Duration // stallTimeout, but for tests
+	swell uint64        // swellRoom, but for tests
 }
 
 func (o Options) withDefaults() Options {
@@ -105,6 +106,9 @@ func (o Options) withDefaults() Options {
 		o.TotalBytes = max(DefaultTotalBytes, o.QueueBytes)
 	}
 	def(&o.stall, stallTimeout)
+	if o.swell == 0 {
+		o.swell = swellRoom
+	}
 	if o.Log == nil {
 		o.Log = slog.Default()
 	}

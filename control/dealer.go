@@ -42,6 +42,9 @@ type Dealer struct {
 	full      bool // libzmq has no room
 	failures  int  // attempts since the last connection
 	alarm     alarm
+	meter     alarm // next look at what is on its way
+	fd        int   // of the connection, as the monitor reports it; 0: none
+	intake    intake
 	badLog    logLimit
 }
 
@@ -56,7 +59,7 @@ func (l *Loop) Dial(ctx context.Context, addr string, h DealerHandler) (*Dealer,
 		return nil, err
 	}
 	d := &Dealer{l: l, h: h, addr: addr, host: host, port: port, q: outlet{total: &l.total}}
-	d.alarm = alarm{m: d, index: -1}
+	d.alarm, d.meter = alarm{m: d, index: -1}, alarm{m: d, index: -1}
 	err = l.post(func() {
 		if d.ended(l) {
 			return
@@ -128,6 +131,7 @@ func (d *Dealer) release() {
 	}
 	d.disconnect()
 	d.l.alarms.stop(&d.alarm)
+	d.l.alarms.stop(&d.meter)
 	delete(d.l.members, d)
 	d.q.flow.drop()
 }
@@ -137,7 +141,7 @@ func (d *Dealer) disconnect() {
 		d.s.close(d.l)
 		d.s = nil
 	}
-	d.connected, d.full = false, false
+	d.connected, d.full, d.fd = false, false, 0
 }
 
 // connect starts an attempt. A name is looked up on another goroutine, which can take seconds.
@@ -161,7 +165,7 @@ func (d *Dealer) connect() {
 }
 
 func (d *Dealer) connectTo(at address, err error) {
-	const events = zmq4.EVENT_CLOSED | zmq4.EVENT_DISCONNECTED | zmq4.EVENT_HANDSHAKE_SUCCEEDED |
+	const events = zmq4.EVENT_CONNECTED | zmq4.EVENT_CLOSED | zmq4.EVENT_DISCONNECTED | zmq4.EVENT_HANDSHAKE_SUCCEEDED |
 		zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq4.EVENT_HANDSHAKE_FAILED_AUTH
 	if err == nil {
 		d.s, err = d.l.newSocket(zmq4.DEALER, at.v6(), DefaultDealerMessage, events, d)
@@ -213,6 +217,10 @@ func (d *Dealer) turn() bool {
 	if d.s == nil || !d.watchLink() {
 		return d.rest()
 	}
+	if d.floods() {
+		d.failed("it sends more than anybody asked for, or a message that does not end")
+		return d.rest()
+	}
 	for budget := turnBudget; budget > 0; {
 		sent := d.flush()
 		got, more := d.receive()
@@ -253,6 +261,7 @@ func (d *Dealer) receive() (got int, more bool) {
 			return got, false
 		}
 		got++
+		d.intake.took(l.in.wire())
 		if parts == 2 && len(l.in.part(0)) == 0 {
 			d.h.Message(l.in.part(1))
 		} else {
@@ -273,6 +282,8 @@ func (d *Dealer) watchLink() bool {
 	why := ""
 	err := d.s.events(d.l, func(ev zmq4.Event, value int) bool {
 		switch ev {
+		case zmq4.EVENT_CONNECTED:
+			d.fd, d.intake = value, intake{since: time.Now()}
 		case zmq4.EVENT_HANDSHAKE_SUCCEEDED:
 			d.up()
 			return !d.ended(d.l)

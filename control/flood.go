@@ -34,10 +34,16 @@ func (t *intake) took(size int64) {
 }
 
 // flood says whether more than limit is on its way by fd behind what has come.
-func (t *intake) flood(fd int, limit int64) bool {
+func (t *intake) flood(fd int, limit int64) bool { return t.behind(fd) > limit }
+
+// behind is how many bytes are on their way by fd behind what has come.
+func (t *intake) behind(fd int) int64 {
 	info, err := unix.GetsockoptTCPInfo(fd, unix.SOL_TCP, unix.TCP_INFO)
+	if err != nil {
+		return 0 // closed meanwhile, so that no more comes
+	}
 	idle := floodIdle * (1 + int64(time.Since(t.since)/time.Second))
-	return err == nil && int64(info.Bytes_received)-t.bytes > limit+idle // an error: closed meanwhile, so that no more comes
+	return max(int64(info.Bytes_received)-t.bytes-idle, 0)
 }
 
 // cutEndless looks at all connections, and ends those that have too much on its way. What the monitor has to say was read before.
@@ -47,8 +53,21 @@ func (r *Router) cutEndless() {
 	}
 	r.l.alarms.set(&r.meter, time.Now().Add(floodLook))
 	limit := floodBytes + r.l.opts.maxMessage(DefaultRouterMessage)
+	var most int64
+	for _, c := range r.conns {
+		c.behind = 0
+	}
 	for fd, c := range r.conns {
-		if c.cut || !c.intake.flood(fd, limit) {
+		if !c.cut {
+			c.behind = c.intake.behind(fd)
+			most = max(most, c.behind)
+		}
+	}
+	if r.l.swell.grown(most) {
+		limit = swellBytes
+	}
+	for fd, c := range r.conns {
+		if c.behind <= limit {
 			continue
 		}
 		addr, ours := r.remote(fd)
@@ -100,4 +119,18 @@ func (r *Router) Flooded() uint64 {
 	r.l.mu.Lock()
 	defer r.l.mu.Unlock()
 	return r.flooded
+}
+
+// floods looks at what is on its way to a dealer: no more than a message as large as one may be, and what a router may have.
+func (d *Dealer) floods() bool {
+	if d.fd == 0 || d.meter.index >= 0 {
+		return false
+	}
+	d.l.alarms.set(&d.meter, time.Now().Add(floodLook))
+	behind := d.intake.behind(d.fd)
+	limit := floodBytes + d.l.opts.maxMessage(DefaultDealerMessage)
+	if d.l.swell.grown(behind) {
+		limit = swellBytes
+	}
+	return behind > limit
 }

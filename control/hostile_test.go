@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -31,6 +32,12 @@ func dialZMTPFrom(t testing.TB, src, addr string) zmtp {
 	if err != nil {
 		t.Fatal(err)
 	}
+	return shakeHands(t, c, "DEALER")
+}
+
+// shakeHands makes c a connection of a socket of that type.
+func shakeHands(t testing.TB, c net.Conn, kind string) zmtp {
+	t.Helper()
 	t.Cleanup(func() { c.Close() })
 	z := zmtp{c, t}
 	greeting := make([]byte, 64) // signature, version 3.1, mechanism NULL, not a server
@@ -41,7 +48,7 @@ func dialZMTPFrom(t testing.TB, src, addr string) zmtp {
 		t.Fatal(err)
 	}
 	ready := []byte("\x05READY\x0bSocket-Type")
-	ready = append(binary.BigEndian.AppendUint32(ready, 6), "DEALER"...)
+	ready = append(binary.BigEndian.AppendUint32(ready, uint32(len(kind))), kind...)
 	z.write(frame(4, ready))
 	return z
 }
@@ -186,6 +193,80 @@ func TestPeerWhoseMessageNeverEndsIsCutOff(t *testing.T) {
 	say(t, other, "", "still here")
 	if e := h.next(t, "message"); e.body != "still here" {
 		t.Errorf("%v", e)
+	}
+}
+
+// Frames without bytes take two bytes of the wire and far more of memory. None of these connections has as much on its way as one may.
+func TestPeersWhoseSmallFramesFillTheMemoryAreCutOff(t *testing.T) {
+	h := newRecorder()
+	l := newTestLoop(t, Options{swell: 32 << 20})
+	r, err := l.Listen(t.Context(), "127.0.0.1", 0, h.asRouter())
+	if err != nil {
+		t.Fatal(err)
+	}
+	parts := bytes.Repeat(frame(1, nil), 64<<10)
+	var cut sync.WaitGroup
+	for range 8 {
+		z := dialZMTP(t, hostPort(r))
+		z.SetWriteDeadline(time.Now().Add(patience))
+		go io.Copy(io.Discard, z)
+		cut.Go(func() {
+			var err error
+			for range 60 { // 7.5 MiB
+				if _, err = z.Write(parts); err != nil {
+					break
+				}
+			}
+			for err == nil {
+				_, err = z.Write(frame(4, append([]byte("\x04PING"), 0, 0))) // what is no part of the message
+			}
+			if errors.Is(err, os.ErrDeadlineExceeded) {
+				t.Error("not cut")
+			}
+		})
+	}
+	cut.Wait()
+	other := connect(t, r)
+	say(t, other, "", "still here")
+	if e := h.next(t, "message"); e.body != "still here" {
+		t.Errorf("%v", e)
+	}
+}
+
+// A dealer asks for what it gets, but whom it asks may be anybody.
+func TestADealersPeerThatFloodsLosesTheConnection(t *testing.T) {
+	for name, flood := range map[string][]byte{
+		"a message that never ends": append(binary.BigEndian.AppendUint64([]byte{3}, 32<<10), make([]byte, 32<<10)...),
+		"frames without bytes":      bytes.Repeat(frame(1, nil), 16<<10),
+	} {
+		t.Run(name, func(t *testing.T) {
+			ln, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer ln.Close()
+			h := newRecorder()
+			if _, err := newTestLoop(t, Options{MaxMessage: 1 << 20}).Dial(t.Context(), ln.Addr().String(), h); err != nil {
+				t.Fatal(err)
+			}
+			c, err := ln.Accept()
+			if err != nil {
+				t.Fatal(err)
+			}
+			z := shakeHands(t, c, "ROUTER")
+			h.next(t, "up")
+			z.SetWriteDeadline(time.Now().Add(patience))
+			go io.Copy(io.Discard, z)
+			for err == nil {
+				_, err = z.Write(flood)
+			}
+			if errors.Is(err, os.ErrDeadlineExceeded) {
+				t.Fatal("not cut")
+			}
+			if e := h.next(t, "down"); !strings.Contains(e.err.Error(), "more than anybody asked for") {
+				t.Errorf("down because of %v", e.err)
+			}
+		})
 	}
 }
 

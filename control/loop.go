@@ -84,6 +84,7 @@ type Loop struct {
 	members    map[member]struct{} // not yet released
 	watched    map[int]member      // by descriptor
 	alarms     alarms
+	swell      swell
 	monitors   int // made so far: names them
 }
 
@@ -93,7 +94,7 @@ func NewLoop(o Options) (*Loop, error) {
 	if err := o.check(); err != nil {
 		return nil, err
 	}
-	l := &Loop{opts: o, epoll: -1, event: -1, done: make(chan struct{}), members: map[member]struct{}{}, watched: map[int]member{},
+	l := &Loop{opts: o, swell: swell{room: o.swell}, epoll: -1, event: -1, done: make(chan struct{}), members: map[member]struct{}{}, watched: map[int]member{},
 		addresses: map[string]*total{}}
 	l.total.limit = o.TotalBytes
 	if err := l.open(); err != nil {

@@ -67,7 +67,8 @@ type Router struct {
 type conn struct {
 	peers  []*peer
 	intake intake
-	cut    bool // it was reset
+	behind int64 // of the last look at what is on its way
+	cut    bool  // it was reset
 }
 
 // peer is a sender of messages that the router can answer.

@@ -9,6 +9,7 @@ package control
 #cgo noescape ferry_peer_address
 #cgo nocallback ferry_peer_address
 #include <errno.h>
+#include <malloc.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -256,11 +257,21 @@ func handle(z *zmq4.Socket) (unsafe.Pointer, error) {
 	return f.UnsafePointer(), nil
 }
 
+// zeroed takes memory of C that is never nil: cgo's malloc, other than its calloc, ends the process when there is none.
+func zeroed(size C.size_t) unsafe.Pointer {
+	p := C.malloc(size)
+	C.memset(p, 0, size)
+	return p
+}
+
+// trim asks C's allocator to give what is free back to the kernel.
+func trim() { C.malloc_trim(0) }
+
 // inbound is where a loop receives. Its memory is C's, and a part stays in place until the next recv. Owner only.
 type inbound struct{ m *C.ferry_msg }
 
 func newInbound() inbound {
-	m := (*C.ferry_msg)(C.calloc(1, C.sizeof_ferry_msg)) // never nil: cgo's calloc aborts when memory is out
+	m := (*C.ferry_msg)(zeroed(C.sizeof_ferry_msg))
 	return inbound{m}
 }
 
@@ -306,7 +317,7 @@ type flow struct{ f *C.ferry_flow }
 
 // newFlow makes a flow that is also counted in whole, unless that is zero. The caller must drop it.
 func newFlow(whole flow) flow {
-	f := (*C.ferry_flow)(C.calloc(1, C.sizeof_ferry_flow))
+	f := (*C.ferry_flow)(zeroed(C.sizeof_ferry_flow))
 	f.refs = 1
 	if whole.f != nil {
 		f.whole = whole.f
