@@ -5,10 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"slices"
 	"strings"
 	"time"
 
+	binding "github.com/tensorferry/tensorferry/nixl"
 	"github.com/tensorferry/tensorferry/transfer"
 	"github.com/tensorferry/tensorferry/transfer/nixl"
 )
@@ -78,7 +80,7 @@ func (s *settings) takesOver(planes []transfer.Plane) bool {
 // openNIXL brings the plane up and lets it read from itself, so that a node that says it is ready can move bytes.
 func openNIXL(ctx context.Context, s *settings, log *slog.Logger) (transfer.Plane, error) {
 	p, err := nixl.New(s.nixlOptions(log))
-	if errors.Is(err, nixl.ErrMissing) {
+	if errors.Is(err, nixl.ErrMissing) && s.NIXL.Library == "" && os.Getenv(binding.LibraryEnv) == "" { // who names a file wants NIXL
 		return nil, fmt.Errorf("%w: %w", errPlaneMissing, err)
 	}
 	if err != nil {

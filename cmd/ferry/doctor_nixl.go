@@ -1,13 +1,16 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
+	"os"
 	"slices"
 	"strings"
 	"time"
 
+	"github.com/tensorferry/tensorferry/nixl"
 	"github.com/tensorferry/tensorferry/node"
 	"github.com/tensorferry/tensorferry/transfer"
 )
@@ -27,6 +30,9 @@ func checkNIXL(ctx context.Context, c node.Config) []finding {
 	bad := warn
 	if named {
 		bad = fail
+	}
+	if file := cmp.Or(c.NIXL.Library, os.Getenv(nixl.LibraryEnv)); len(r.Candidates) == 0 && file != "" { // a node does not start then
+		return []finding{{"nixl", fail, fmt.Sprintf("%s, which nixl.library or %s names, is not there", file, nixl.LibraryEnv), fixNIXL}}
 	}
 	if len(r.Candidates) == 0 {
 		return []finding{{"nixl", bad, "no libnixl_capi.so found", fixNIXL}}

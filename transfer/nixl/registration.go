@@ -91,7 +91,7 @@ func (r *Registration) start(ctx context.Context) (*incarnation, error) {
 	if err != nil {
 		return nil, fmt.Errorf("nixl: the serve agent did not start: %w", err)
 	}
-	ctx, cancel := context.WithTimeout(ctx, r.plane.o.StartTimeout)
+	ctx, cancel := context.WithTimeout(ctx, r.plane.registerTimeout(uint64(len(r.memory.bytes))))
 	defer cancel()
 	// Read-only where that can be registered: then no peer can write it.
 	at := r.memory.attachment(false)
