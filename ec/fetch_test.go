@@ -261,6 +261,27 @@ func TestADeadPeerLeavesNothingOpen(t *testing.T) {
 	})
 }
 
+// Announcements can name any number of hosts where nobody is.
+func TestHostsThatAreNeverReachedAreNotAllKept(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, pairOptions{})
+		save(t, p.pcache, "img", 2)
+		wantOutcome(t, p.consumer.Fetch(bg, "img", announced(2), 1), FetchReady)
+		for i := range 300 {
+			dead := announced(2)
+			dead.PeerPort = 7001 + i
+			wantOutcome(t, p.consumer.Fetch(bg, fmt.Sprint("other-", i), dead, 1), FetchUnreachable)
+		}
+		synctest.Wait()
+		if n := p.consumer.Stats().Peers; n > keptUnreached+1 {
+			t.Errorf("%d connections are kept", n)
+		}
+		if r := p.consumer.Fetch(bg, "img-2", announced(2), 1); r.Outcome != FetchMissing {
+			t.Errorf("who is there says %v (%v), want missing", r.Outcome, r.Err)
+		}
+	})
+}
+
 // C89, and item 4 of the restart work: whatever step a caller's context ends in, nothing stays.
 func TestACancelAtAnyStepLeavesNothing(t *testing.T) {
 	hold := func(kind string) func(p *pair, release <-chan struct{}) {

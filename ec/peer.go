@@ -31,6 +31,7 @@ type peer struct {
 	dialErr error
 	closed  bool
 	up      bool
+	reached bool          // it has been up
 	changed chan struct{} // closed, and replaced, when up changes or the local connection is lost
 	since   time.Time     // when it was up last, or dialled
 	downErr error         // why it is not up
@@ -104,6 +105,10 @@ func (p *peer) dial() {
 	}
 }
 
+// keptUnreached is up to how many peers one that was never reached is kept for, so that who asks next need not wait for as long. Each has
+// a few descriptors, and announcements can name any number of hosts.
+const keptUnreached = 64
+
 // release is the end of acquire.
 func (c *Consumer) release(p *peer) {
 	c.mu.Lock()
@@ -114,7 +119,7 @@ func (c *Consumer) release(p *peer) {
 	}
 	wait := c.t.Idle
 	p.mu.Lock()
-	if p.dialErr != nil {
+	if p.dialErr != nil || !p.reached && len(c.peers) > keptUnreached {
 		wait = 0
 	}
 	p.mu.Unlock()
@@ -184,6 +189,7 @@ func (p *peer) setUp(up bool, err error) {
 		return
 	}
 	p.up, p.since = up, time.Now()
+	p.reached = p.reached || up
 	p.signal()
 }
 
