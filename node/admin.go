@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -26,6 +27,7 @@ import (
 type adminServer struct {
 	addr     string // HOST:PORT as bound
 	listener net.Listener
+	taken    atomic.Int64  // places
 	srv      *http.Server  // nil before serve
 	done     chan struct{} // closed when it serves no more
 
@@ -51,6 +53,21 @@ func (a *adminServer) unbind() error {
 	return nil
 }
 
+// adminPlaces is how many connections the admin endpoint has at a time: each takes a descriptor, and anybody on the machine may connect.
+const adminPlaces = 64
+
+// count closes a connection that finds no place. Those that ask nothing lose theirs after ReadHeaderTimeout.
+func (a *adminServer) count(c net.Conn, state http.ConnState) {
+	switch state {
+	case http.StateNew:
+		if a.taken.Add(1) > adminPlaces {
+			_ = c.Close()
+		}
+	case http.StateClosed, http.StateHijacked:
+		a.taken.Add(-1)
+	}
+}
+
 // serve answers from now on, of a node all of which is up: handlers read its fields without a lock.
 func (a *adminServer) serve(n *Node) {
 	a.srv = &http.Server{
@@ -61,6 +78,7 @@ func (a *adminServer) serve(n *Node) {
 		IdleTimeout:       time.Minute,
 		MaxHeaderBytes:    16 << 10,
 		ErrorLog:          slog.NewLogLogger(n.log.Handler(), slog.LevelDebug),
+		ConnState:         a.count,
 	}
 	go func() {
 		defer close(a.done)

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"regexp"
 	"slices"
@@ -229,5 +230,37 @@ func TestANodeWhoseListenerEndedIsNotHealthy(t *testing.T) {
 		if got, text := get(t, n, "/healthz", "127.0.0.1"); got != 503 || !strings.Contains(text, name) {
 			t.Errorf("%s: %d %s", name, got, text)
 		}
+	}
+}
+
+// Silent connections take no more than the places, and what asks afterwards is answered.
+func TestTheAdminEndpointHasSoManyPlaces(t *testing.T) {
+	n := startNode(t, testConfig(t, 4))
+	var silent []net.Conn
+	closed := make(chan struct{}, 3*adminPlaces)
+	for range 3 * adminPlaces {
+		c, err := net.Dial("tcp", n.Ready().Admin)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		silent = append(silent, c)
+		go func() {
+			_, _ = c.Read(make([]byte, 1))
+			closed <- struct{}{}
+		}()
+	}
+	for range 2 * adminPlaces {
+		<-closed
+	}
+	for _, c := range silent {
+		c.Close()
+	}
+	for range adminPlaces {
+		<-closed
+	}
+	eventually(t, "places again", func() bool { return n.admin.taken.Load() == 0 })
+	if status, text := get(t, n, "/healthz", "localhost"); status != http.StatusOK {
+		t.Errorf("%d %s", status, text)
 	}
 }
