@@ -48,7 +48,7 @@ func (t *intake) behind(fd int) int64 {
 
 // cutEndless looks at all connections, and ends those that have too much on its way. What the monitor has to say was read before.
 func (r *Router) cutEndless() {
-	if len(r.conns) == 0 || r.meter.index >= 0 {
+	if len(r.conns) == 0 && r.l.swell.busy.IsZero() || r.meter.index >= 0 {
 		return
 	}
 	r.l.alarms.set(&r.meter, time.Now().Add(floodLook))
