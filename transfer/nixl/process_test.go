@@ -264,6 +264,18 @@ func TestABackendThatIsNotThereIsSaidAtOnce(t *testing.T) {
 	}
 }
 
+// UCX refuses a mode that it does not know, so that what it took and what it refused shows that parameters reach it.
+func TestABackendsParametersReachIt(t *testing.T) {
+	for mode, good := range map[string]bool{"none": true, "peer": true, "nosuch": false} {
+		o := processes(t)
+		o.Backends = []Backend{{Name: "UCX", Params: map[string]string{"ucx_error_handling_mode": mode}}}
+		_, err := newPlane(t, o).Register(t.Context(), shared(t, 4096), nil)
+		if (err == nil) != good {
+			t.Errorf("error handling mode %s: %v", mode, err)
+		}
+	}
+}
+
 func TestRegisterWaitsForTheFetchAgentOfANodeThatWasKilled(t *testing.T) {
 	o := processes(t)
 	first := newPlane(t, o)
