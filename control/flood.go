@@ -78,8 +78,8 @@ func (r *Router) cutEndless() {
 		for _, p := range c.peers {
 			r.floods[p.src.ID] = true
 		}
-		reset(fd)
 		r.countFlood(addr)
+		reset(fd)
 	}
 }
 
