@@ -18,7 +18,7 @@ const (
 	maxRetries  = 3                      // failed READs and verifications
 	maxVerifies = 4                      // questions about one READ: its bytes are there, so asking is cheaper than another READ
 	slowAfter   = 5 * time.Second        // a pull that takes longer says once what it waits for
-	boxSize     = 8                      // messages for one key that have not been looked at; more are late
+	boxSize     = 8                      // messages for one key that have not been looked at; of more the newest stay
 )
 
 // errAbandoned is the cause of a flight that nobody waits for any more.

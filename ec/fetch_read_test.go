@@ -546,6 +546,35 @@ func TestAFloodOfAcksReadsOnce(t *testing.T) {
 	})
 }
 
+// A peer that repeats its acks must not keep the answer that follows them out of the flight's box.
+func TestOfMoreMessagesThanTheBoxHoldsTheNewestStay(t *testing.T) {
+	p := &peer{c: &Consumer{}}
+	f := &flight{box: make(chan incoming, boxSize)}
+	const n = 3 * boxSize
+	for i := range n {
+		p.deliver(f, incoming{msg: &wire.Ack{Blocks: []uint32{uint32(i)}}})
+	}
+	p.deliver(f, incoming{msg: &wire.Verified{Key: "img"}})
+	var first, acks, verified int
+	for range boxSize {
+		switch m := (<-f.box).msg.(type) {
+		case *wire.Ack:
+			if acks == 0 {
+				first = int(m.Blocks[0])
+			}
+			acks++
+		case *wire.Verified:
+			verified++
+		}
+	}
+	if first != n-boxSize+1 || acks != boxSize-1 || verified != 1 {
+		t.Errorf("%d acks from number %d on, %d answers", acks, first, verified)
+	}
+	if late := p.c.Stats().LateAcks; late != n+1-boxSize {
+		t.Errorf("%d counted as late", late)
+	}
+}
+
 // flood says everything a thousand times.
 type flood struct {
 	small

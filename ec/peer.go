@@ -262,11 +262,20 @@ type incoming struct {
 	asked time.Time // ack: not later than the request that it answers; zero if that is not known
 }
 
+// deliver puts a message into a flight's box. Where there are more than were asked for, the newest stay: what comes later answers what
+// was asked later. Called with the lock held.
 func (p *peer) deliver(f *flight, in incoming) {
-	select {
-	case f.box <- in:
-	default: // more than was asked for
-		p.c.stats.lateAcks.Add(1)
+	for {
+		select {
+		case f.box <- in:
+			return
+		default:
+		}
+		select {
+		case <-f.box:
+			p.c.stats.lateAcks.Add(1)
+		default: // the flight has just taken one
+		}
 	}
 }
 
