@@ -82,18 +82,14 @@ func (r *Region) adopt(ctx context.Context, dir *os.File, o Options, k kernel) (
 		return "", errMoved
 	}
 	// The header is read under the lock: before that, its words may be a living owner's.
-	st, err := r.file.Stat()
+	page, bytes, err := readStart(r.file)
 	if err != nil {
 		return "", err
 	}
-	page, err := readPage(r.file)
-	if err != nil {
-		return "", err
-	}
-	if !isRegion(page) {
+	if !isRegion(page) && !isRemnant(page, bytes) {
 		return "", errNotJudged
 	}
-	h, err := decodeHeader(page, st.Size())
+	h, err := decodeHeader(page, bytes)
 	switch {
 	case err != nil:
 		return err.Error(), nil

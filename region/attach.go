@@ -166,6 +166,18 @@ func readHeader(f *os.File) (header, error) {
 	return decodeHeader(page, st.Size())
 }
 
+// readStart reads the header page, or what there is of it, and the file's size.
+func readStart(f *os.File) (page []byte, size int64, err error) {
+	if page, err = readPage(f); err != nil {
+		return nil, 0, err
+	}
+	st, err := f.Stat()
+	if err != nil {
+		return nil, 0, err
+	}
+	return page, st.Size(), nil
+}
+
 // readPage reads the header page, or what there is of it.
 func readPage(f *os.File) ([]byte, error) {
 	page := make([]byte, headerBytes)

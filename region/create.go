@@ -21,8 +21,8 @@ const raceTries = 100
 // Create makes, reserves, pre-faults and locks a region, then publishes it under its name whole.
 //
 // A file that a dead owner left under that name is reaped first, so that its memory is there for the new one (unless an engine
-// still has it mapped). ErrInUse names the path and the pid if the owner lives or another process is creating the same region
-// right now; ErrWaits if the owner is dead but the file still waits for its restart (see Take) and o.Replace is not set;
+// still has it mapped), and so is one that was emptied, or cut to less than its header, and that nobody has locked. ErrInUse names the
+// path and the pid if the owner lives or another process is creating the same region right now; ErrWaits if the owner is dead but the file still waits for its restart (see Take) and o.Replace is not set;
 // ErrForeign and ErrExists say that what lies there is not ours to remove. A *SpaceError says that the bytes are not
 // to be had. ErrName, ErrOptions: o is wrong. On any error, an end of ctx included, nothing is left behind.
 func Create(ctx context.Context, o Options) (*Region, error) { return create(ctx, o, kernelCalls) }
@@ -197,8 +197,8 @@ func publish(ctx context.Context, dir *os.File, name string, f *os.File, o Optio
 }
 
 // reap removes what lies under name if it is a region of this user and identity whose owner is dead, and returns its header;
-// a zero header if nothing lies there. Whatever else lies there is left alone and named in the error, and so is a region that
-// waits for its owner's restart unless o.Replace is set. Nothing is removed for a file of size bytes that would still not fit: then
+// a zero header if nothing lies there, or if the file was emptied. Whatever else lies there is left alone and named in the error, and so
+// is a region that waits for its owner's restart unless o.Replace is set. Nothing is removed for a file of size bytes that would still not fit: then
 // a start with other options can go on with what lies there. Processes that serve it for a restart end with its name, and are waited for.
 func reap(ctx context.Context, dir *os.File, name string, o Options, size int64) (header, error) {
 	path := filepath.Join(dir.Name(), name)
@@ -223,33 +223,33 @@ func reap(ctx context.Context, dir *os.File, name string, o Options, size int64)
 }
 
 func reapOpen(ctx context.Context, dir *os.File, name, path string, f *os.File, o Options, size int64) (h header, done bool, err error) {
-	page, err := readPage(f)
+	page, bytes, err := readStart(f)
 	if err != nil {
 		return h, false, &fs.PathError{Op: "region: read", Path: path, Err: err}
 	}
-	if !isRegion(page) {
-		return h, false, fmt.Errorf("%w: %s is not a region file; remove it if it is not needed", ErrExists, path)
+	notOurs := fmt.Errorf("%w: %s is not a region file; remove it if it is not needed", ErrExists, path)
+	if !isRegion(page) && !isRemnant(page, bytes) {
+		return h, false, notOurs
 	}
-	st, err := f.Stat()
-	if err != nil {
-		return h, false, err
-	}
-	// A region of another version of the format may be reaped as well, or an upgrade could never start; only its header means
-	// nothing to us.
-	h, headerErr := decodeHeader(page, st.Size())
 	if err := lockRegion(ctx, f); err != nil {
 		return h, false, err
 	}
+	// Under the lock no owner lives any more who could change it. What somebody who knows nothing of locks wrote into an empty file
+	// meanwhile is not ours.
+	if page, bytes, err = readStart(f); err != nil {
+		return h, false, &fs.PathError{Op: "region: read", Path: path, Err: err}
+	}
+	if !isRegion(page) && !isRemnant(page, bytes) {
+		return h, false, notOurs
+	}
+	// A region of another version of the format may be reaped as well, or an upgrade could never start; only its header means
+	// nothing to us. That of a remnant is not there.
+	h, headerErr := decodeHeader(page, bytes)
 	if headerErr == nil && h.identity != o.Identity {
 		return h, false, fmt.Errorf("%w: %s is a region of instance %q, group %q, rank %d; remove it if it is not needed",
 			ErrExists, path, h.identity.Instance, h.identity.Group, h.identity.Rank)
 	}
 	if headerErr == nil && !o.Replace {
-		// Under the lock no owner lives any more who could have changed it.
-		if _, err := f.ReadAt(page[:8], offAdoptUntil); err != nil {
-			return h, false, &fs.PathError{Op: "region: read", Path: path, Err: err}
-		}
-		h.adoptUntil = int64(order.Uint64(page))
 		if err := h.waits(path); err != nil {
 			return h, false, err
 		}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"fmt"
+	"strings"
 	"unsafe"
 
 	"github.com/zeebo/xxh3"
@@ -121,6 +122,12 @@ func isRegion(page []byte) bool {
 	}
 	n := order.Uint32(page[offConstLen:])
 	return n >= offSize && n <= headerBytes-8 && order.Uint64(page[n:]) == xxh3.Hash(page[:n])
+}
+
+// isRemnant says whether a file of size bytes that begins with page is what is left of a region that somebody emptied, or cut to less
+// than its header. Nothing in it is of use to anybody, and nobody owns it unless it is locked.
+func isRemnant(page []byte, size int64) bool {
+	return size == 0 || size < headerBytes && strings.HasPrefix(string(page), headerMagic)
 }
 
 // decodeHeader checks everything that the layout depends on against the size of the file before anything is mapped.

@@ -2,6 +2,7 @@ package region
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -9,6 +10,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -117,16 +119,22 @@ func TestWhatIsNotOursIsLeftAlone(t *testing.T) {
 			}
 			region(t, dir, func(f *os.File) { must(0, f.Chown(12345, -1)) })
 		}, ErrForeign},
-		"empty file": {func(t *testing.T, dir, path string) { must(0, os.WriteFile(path, nil, 0o600)) }, ErrExists},
+		"short file": {func(t *testing.T, dir, path string) { must(0, os.WriteFile(path, []byte("FERRY"), 0o600)) }, ErrExists},
 		"other file": {func(t *testing.T, dir, path string) {
 			must(0, os.WriteFile(path, bytes.Repeat([]byte("x"), 10000), 0o600))
 		}, ErrExists},
 		"damaged header": {func(t *testing.T, dir, path string) {
 			region(t, dir, func(f *os.File) { must(f.WriteAt([]byte{1}, offBlocks)) })
 		}, ErrExists},
-		"region cut to a half header": {func(t *testing.T, dir, path string) {
-			region(t, dir, func(f *os.File) { must(0, f.Truncate(headerBytes/2)) })
+		"region whose header was cleared": {func(t *testing.T, dir, path string) {
+			region(t, dir, func(f *os.File) { must(f.WriteAt(make([]byte, headerBytes), 0)) })
 		}, ErrExists},
+		"another user's empty file": {func(t *testing.T, dir, path string) {
+			must(0, os.WriteFile(path, nil, 0o600))
+			if err := os.Chown(path, 12345, -1); err != nil {
+				t.Skip("needs root to give a file away")
+			}
+		}, ErrForeign},
 		"region of another identity": {func(t *testing.T, dir, path string) {
 			o := smallOptions(dir)
 			o.Identity.Rank = 7
@@ -402,5 +410,87 @@ func TestOfTwoRacingCreatorsExactlyOneWinsAndNoReaderSeesAHalfMadeFile(t *testin
 	case <-seen:
 	default:
 		t.Error("the reader never saw a region")
+	}
+}
+
+// Two processes race for a name under which an empty file lies, and a sweep is after that too. Whoever opened it before it went has
+// locked what is nobody's any more.
+func TestOfTwoRacingCreatorsExactlyOneReplacesAnEmptyFile(t *testing.T) {
+	rounds := 300
+	if testing.Short() {
+		rounds = 30
+	}
+	dir := shmDir(t)
+	racers := []*child{startChild(t, "race", nil, dir), startChild(t, "race", nil, dir)}
+	startChild(t, "sweep", nil, dir).hear()
+	for round := range rounds {
+		o := smallOptions(dir)
+		o.Identity.Instance = "race-" + strconv.Itoa(round)
+		name, _ := o.Identity.FileName()
+		must(0, os.WriteFile(filepath.Join(dir, name), nil, 0o600))
+		for _, c := range racers {
+			c.say(o.Identity.Instance)
+		}
+		answers := racers[0].hear() + ", " + racers[1].hear()
+		if answers != "won, in use" && answers != "in use, won" {
+			t.Fatalf("round %d: %s", round, answers)
+		}
+		m := must(Open(filepath.Join(dir, name)))
+		if m.Epoch() != 1 || len(m.Pool()) != 16*4096 {
+			t.Fatalf("round %d: epoch %d, %d bytes", round, m.Epoch(), len(m.Pool()))
+		}
+		must(0, m.Close())
+		for _, c := range racers {
+			c.say("close")
+			c.hear()
+		}
+	}
+}
+
+func TestAnEmptiedFileIsReplacedOnceItsOwnerIsDead(t *testing.T) {
+	for _, size := range []int64{0, 8, headerBytes - 1} {
+		dir := shmDir(t)
+		c := startChild(t, "hold", nil, dir)
+		path := c.hear()
+		must(0, os.Truncate(path, size))
+		pid := strconv.Itoa(c.cmd.Process.Pid)
+		if _, err := Create(t.Context(), smallOptions(dir)); !errors.Is(err, ErrInUse) || !strings.Contains(err.Error(), "pid "+pid) {
+			t.Errorf("%d bytes: %v, its owner is pid %s", size, err, pid)
+		}
+		if _, left := sweep(t, SweepOptions{Dir: dir, Force: true}); !strings.Contains(left[smallName], pid) {
+			t.Errorf("%d bytes: left %v, its owner is pid %s", size, left, pid)
+		}
+		c.kill()
+		mustCreate(t, smallOptions(dir))
+		wantFiles(t, dir, smallName)
+	}
+}
+
+// waited is a context that tells when somebody waits for it for the first time.
+type waited struct {
+	context.Context
+	first func()
+}
+
+func (w waited) Done() <-chan struct{} {
+	w.first()
+	return w.Context.Done()
+}
+
+// What a program that knows nothing of locks writes into an empty file, after that was judged and before it was locked, stays.
+func TestAnEmptyFileThatIsWrittenMeanwhileIsLeftAlone(t *testing.T) {
+	o := smallOptions(t.TempDir())
+	path := filepath.Join(o.Dir, smallName)
+	f := must(os.Create(path))
+	must(0, unix.Flock(int(f.Fd()), unix.LOCK_EX))
+	ctx := waited{t.Context(), sync.OnceFunc(func() {
+		must(f.WriteString("mine"))
+		must(0, f.Close())
+	})}
+	if _, err := Create(ctx, o); !errors.Is(err, ErrExists) {
+		t.Error(err)
+	}
+	if b, err := os.ReadFile(path); string(b) != "mine" {
+		t.Errorf("%.20q, %v", b, err)
 	}
 }

@@ -37,8 +37,10 @@ var (
 	leftoverName = regexp.MustCompile(`^\.(ferry_.+\.region)\.(claim|new)$`)
 )
 
-// Sweep reaps what dead owners and killed creators left in a directory: regions that wait for no restart any more, claims and
-// temporary files. It leaves alone what has a live owner or creator, what is another user's, no regular file, no region by its
+const noRegion = "not a region file"
+
+// Sweep reaps what dead owners and killed creators left in a directory: regions that wait for no restart any more or were emptied,
+// claims and temporary files. It leaves alone what has a live owner or creator, what is another user's, no regular file, no region by its
 // content, or a region under another's name; the answer says so for each file whose name is one of ours, in order of the names.
 // A region that waits is not even locked, so that its owner's restart is not disturbed. An error is about the directory only.
 func Sweep(o SweepOptions) ([]Swept, error) {
@@ -84,15 +86,17 @@ func sweepRegion(dir *os.File, name string, o SweepOptions) (s Swept) {
 	if s.Bytes, err = held(f); err != nil {
 		return unswept(err)
 	}
-	page, err := readPage(f)
+	page, size, err := readStart(f)
 	if err != nil {
 		return unswept(err)
 	}
-	if !isRegion(page) {
-		s.Reason = "not a region file"
+	switch {
+	case isRemnant(page, size):
+	case !isRegion(page):
+		s.Reason = noRegion
 		return s
-	}
-	if v := order.Uint32(page[offVersion:]); v != headerVersion {
+	case order.Uint32(page[offVersion:]) != headerVersion:
+		v := order.Uint32(page[offVersion:])
 		s.Reason = fmt.Sprintf("of version %d of the format, this is %d: the ferry of that version can tell whether it is needed", v, headerVersion)
 		return s
 	}
@@ -117,7 +121,16 @@ func sweepRegion(dir *os.File, name string, o SweepOptions) (s Swept) {
 
 // mayReap says whether a region that has no owner is to be reaped, and why, or why not.
 func mayReap(f *os.File, name string, o SweepOptions) (bool, string) {
-	h, err := readHeader(f)
+	page, size, err := readStart(f)
+	switch {
+	case err != nil:
+		return false, err.Error()
+	case isRemnant(page, size):
+		return true, fmt.Sprintf("nobody's: it was cut to %d bytes", size)
+	case !isRegion(page):
+		return false, noRegion
+	}
+	h, err := decodeHeader(page, size)
 	if err != nil {
 		return true, "its owner is dead"
 	}

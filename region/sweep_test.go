@@ -51,6 +51,8 @@ func TestSweepReapsWhatNobodyOwnsAndNothingElse(t *testing.T) {
 	dead("dead", false)
 	dead("waits", true)
 	must(0, os.Truncate(dead("short", true), 50_000))
+	must(0, os.Truncate(dead("emptied", true), 0))
+	must(0, os.Truncate(dead("half", true), headerBytes/2))
 	must(0, os.Rename(dead("renamed", false), filepath.Join(dir, name("odd"))))
 	must(0, os.WriteFile(filepath.Join(dir, name("text")), []byte("not a region"), 0o600))
 	must(0, os.WriteFile(filepath.Join(dir, "ferry_mine.region"), nil, 0o600))
@@ -80,6 +82,8 @@ func TestSweepReapsWhatNobodyOwnsAndNothingElse(t *testing.T) {
 	wantReaped := map[string]string{
 		name("dead"):                    "is dead",
 		name("short"):                   "is dead",
+		name("emptied"):                 "cut to 0 bytes",
+		name("half"):                    "cut to 2048 bytes",
 		"." + name("killed") + ".claim": "killed",
 		"." + name("killed") + ".new":   "killed",
 	}

@@ -17,9 +17,10 @@ func (a *app) sweepCmd() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "sweep [--dir DIR] [--socket PATH]...",
 		Short: "Reap what killed processes left: regions and payloads that nobody owns, and sockets",
-		Long: `Remove the regions of dead owners that wait for no restart any more, what killed creators left beside them, payloads that dead
-ferry put processes left in shared memory and whose lease is over, and the sockets of dead nodes. What lives stays, and so does
-what is another user's, a symbolic link, or no region by its content. A node that starts does so for regions only. One line a file:
+		Long: `Remove the regions of dead owners that wait for no restart any more or were emptied, what killed creators left beside them,
+payloads that dead ferry put processes left in shared memory and whose lease is over, and the sockets of dead nodes. What lives
+stays, and so does what is another user's, a symbolic link, or no region by its content. A node that starts does so for regions
+only. One line a file:
 {"file":..,"bytes":..,"reaped":true|false,"reason":..}
 
 Engines that still have a region mapped keep its memory until they end. NIXL agents that outlived the node end with the region.`,
