@@ -17,7 +17,9 @@ import (
 // Mapping is an attacher's side: header and slot table read-only, the pool read-only or writable.
 // Methods are safe for concurrent use; Close must come after the last use of Pool and Slots.
 //
-// A mapping outlives its owner: bytes and table stay readable after the owner's death and after the file was unlinked.
+// A mapping outlives its owner: bytes and table stay readable after the owner's death and after the file was unlinked. Nobody who follows
+// this package's rules cuts a file. If somebody does, header and tables read as damaged; an access to a byte of the pool that is gone is a
+// memory fault, which ends the process unless runtime/debug.SetPanicOnFault says otherwise.
 type Mapping struct {
 	header header
 
@@ -75,7 +77,7 @@ func (m *Mapping) Geometry() Geometry { return m.header.geometry }
 // Identity of the region.
 func (m *Mapping) Identity() Identity { return m.header.identity }
 
-// Epoch is the file's epoch at the time of the call; 0 after Close.
+// Epoch is the file's epoch at the time of the call; 0 after Close, or if the file was emptied.
 func (m *Mapping) Epoch() uint64 { return m.word(offEpoch) }
 
 // OwnerPID is the pid that the owner wrote, as its own pid namespace counts; 0 after Close. It does not say that the owner lives.
@@ -98,13 +100,14 @@ func (m *Mapping) WaitsFor() (left time.Duration, why string) {
 	return h.waitsFor(), h.whyNotWaiting()
 }
 
-func (m *Mapping) word(off int) uint64 {
+func (m *Mapping) word(off int) (v uint64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.head == nil {
 		return 0
 	}
-	return atomic.LoadUint64(headerWord(m.head, off))
+	guarded(func() { v = atomic.LoadUint64(headerWord(m.head, off)) })
+	return v
 }
 
 // Pool is the whole pool, writable only if Attach was asked so: a store into a read-only one is a memory fault.

@@ -357,3 +357,38 @@ func FuzzAttach(f *testing.F) {
 		}
 	})
 }
+
+func TestAnAttacherOfAFileThatIsCutGoesOn(t *testing.T) {
+	o := smallOptions(shmDir(t))
+	o.Geometry.Slots = 256 // the first is in another page than the last
+	r := mustCreate(t, o)
+	last := o.Geometry.Slots - 1
+	var gens []uint64
+	for i := range 2 {
+		gens = append(gens, mustFill(t, r.Slots(), i*last, Slot{Key: "k", Bytes: 1, Extents: []Extent{{uint32(i), 1}}}))
+		r.Slots().Ready(i*last, 0, false)
+	}
+	must(0, r.Clients().Set(0, Client{ID: 7}))
+	m := must(Open(r.Path()))
+	defer m.Close()
+	look := func() (first, second error, checks [2]bool, client bool) {
+		_, first = m.Slots().Load(0)
+		_, second = m.Slots().Load(last)
+		_, client = m.Clients().Load(0)
+		return first, second, [2]bool{m.Slots().Check(0, gens[0]), m.Slots().Check(last, gens[1])}, client
+	}
+	if a, b, checks, client := look(); a != nil || b != nil || checks != [2]bool{true, true} || !client || m.Epoch() != 1 {
+		t.Fatal(a, b, checks, client, m.Epoch())
+	}
+	must(0, os.Truncate(r.Path(), tableOffset+SlotBytes))
+	if a, b, checks, client := look(); a != nil || !errors.Is(b, ErrFormat) || checks != [2]bool{true, false} || !client || m.Epoch() != 1 {
+		t.Error(a, b, checks, client, m.Epoch())
+	}
+	must(0, os.Truncate(r.Path(), 0))
+	if a, b, checks, client := look(); !errors.Is(a, ErrFormat) || !errors.Is(b, ErrFormat) || checks != [2]bool{} || client || m.Epoch() != 0 {
+		t.Error(a, b, checks, client, m.Epoch())
+	}
+	if a := m.Slots().Audit(); len(a.Problems) != maxProblems {
+		t.Errorf("%d problems", len(a.Problems))
+	}
+}

@@ -65,8 +65,19 @@ func (t *ClientTable) writableRow(i int) *[clientWords]uint64 {
 	return t.row(i)
 }
 
-// Load reads a row, false if it is free. Beside a live owner the answer may be out of date.
-func (t *ClientTable) Load(i int) (Client, bool) {
+// Load reads a row, false if it is free, or is not there any more since the file was cut. Beside a live owner the answer may be out
+// of date.
+func (t *ClientTable) Load(i int) (c Client, ok bool) {
+	if t.writable {
+		return t.load(i)
+	}
+	if !guarded(func() { c, ok = t.load(i) }) {
+		return Client{}, false
+	}
+	return c, ok
+}
+
+func (t *ClientTable) load(i int) (Client, bool) {
 	w := t.row(i)
 	id := atomic.LoadUint64(&w[0])
 	return Client{ID: id, Process: atomic.LoadUint64(&w[1]), Namespace: atomic.LoadUint64(&w[2])}, id != 0

@@ -208,10 +208,22 @@ func (t *SlotTable) SetGranted(i int, granted bool) {
 //
 // A free slot has a state and the generation of its last entry, nothing else. A filling slot whose record is not complete (its
 // owner is writing it, or died of it) has a state and a generation only: no byte of its extents was handed out yet.
-func (t *SlotTable) Load(i int) (Slot, error) {
+//
+// An attacher of a file that was cut short has ErrFormat, and false from Check.
+func (t *SlotTable) Load(i int) (s Slot, err error) {
 	if uint(i) >= uint(t.Len()) {
 		return Slot{}, fmt.Errorf("%w: %d of %d", ErrSlot, i, t.Len())
 	}
+	if t.writable {
+		return t.load(i)
+	}
+	if !guarded(func() { s, err = t.load(i) }) {
+		return Slot{}, fmt.Errorf("%w: slot %d is not there any more: the file was cut short", ErrFormat, i)
+	}
+	return s, err
+}
+
+func (t *SlotTable) load(i int) (Slot, error) {
 	w := t.slot(i)
 	var now uint64
 	for range loadRetries {
@@ -255,11 +267,18 @@ func (t *SlotTable) Load(i int) (Slot, error) {
 // Check reads state and generation in place: true if slot i is ready with generation gen at the time of the call. False for a
 // slot that does not exist. A reader that copied bytes out of the slot's extents before the call, and had true before that as
 // well, has the bytes of that generation.
-func (t *SlotTable) Check(i int, gen uint64) bool {
+func (t *SlotTable) Check(i int, gen uint64) (is bool) {
 	if uint(i) >= uint(t.Len()) {
 		return false
 	}
 	orderLoads()
+	if t.writable {
+		return t.check(i, gen)
+	}
+	return guarded(func() { is = t.check(i, gen) }) && is
+}
+
+func (t *SlotTable) check(i int, gen uint64) bool {
 	return atomic.LoadUint64(&t.words[i*slotWords]) == gen<<stateBits|uint64(SlotReady) && bits.LeadingZeros64(gen) >= stateBits
 }
 

@@ -372,22 +372,26 @@ func BenchmarkSlotTable(b *testing.B) {
 		table.Ready(i, 1, true)
 	}
 	order := rand.New(rand.NewPCG(1, 2)).Perm(table.Len())
-	b.Run("Check", func(b *testing.B) {
-		for n := 0; b.Loop(); n++ {
-			i := order[n%len(order)]
-			if !table.Check(i, gens[i]) {
-				b.Fatal("not ready")
+	attached := *table
+	attached.writable = false
+	for name, table := range map[string]*SlotTable{"": table, "Attached": &attached} {
+		b.Run("Check"+name, func(b *testing.B) {
+			for n := 0; b.Loop(); n++ {
+				i := order[n%len(order)]
+				if !table.Check(i, gens[i]) {
+					b.Fatal("not ready")
+				}
 			}
-		}
-	})
-	b.Run("Load", func(b *testing.B) {
-		b.ReportAllocs()
-		for n := 0; b.Loop(); n++ {
-			if _, err := table.Load(order[n%len(order)]); err != nil {
-				b.Fatal(err)
+		})
+		b.Run("Load"+name, func(b *testing.B) {
+			b.ReportAllocs()
+			for n := 0; b.Loop(); n++ {
+				if _, err := table.Load(order[n%len(order)]); err != nil {
+					b.Fatal(err)
+				}
 			}
-		}
-	})
+		})
+	}
 	b.Run("FreeFillReady", func(b *testing.B) {
 		b.ReportAllocs()
 		for n := 0; b.Loop(); n++ {
