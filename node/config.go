@@ -38,7 +38,8 @@ const (
 // maxSocketPath is sun_path less its closing NUL.
 const maxSocketPath = 107
 
-// Config of a node: file (YAML), environment and flags are laid over the defaults in that order. See docs/configuration.md.
+// Config of a node: file (YAML), environment and flags are laid over the defaults in that order. See docs/configuration.md. A zero share or
+// wait of a Config made in Go means the default; Load takes none.
 type Config struct {
 	Instance    string        `koanf:"instance"`       // "": a hash of the socket's path
 	Socket      string        `koanf:"socket"`         // path of the engine API's unix socket
@@ -59,10 +60,10 @@ type Config struct {
 	Pools       []PoolConfig  `koanf:"pools"`       // one pool: its keys may stand at the top level instead
 	Timeouts    TimeoutConfig `koanf:"timeouts"`
 	NIXL        NIXLConfig    `koanf:"nixl"`
-	HoldShare   float64       `koanf:"hold_share"`         // part of a pool that announced entries may keep from eviction
+	HoldShare   float64       `koanf:"hold_share"`         // part of a pool that announced entries may keep from eviction; 0: ec.DefaultHoldShare
 	Eviction    string        `koanf:"eviction"`           // ec.PolicyFIFO or ec.PolicySIEVE
-	SourceShare float64       `koanf:"grant_source_share"` // part of a pool that one address may have under grants
-	TotalShare  float64       `koanf:"grant_total_share"`  // part of a pool that all peers together may
+	SourceShare float64       `koanf:"grant_source_share"` // part of a pool that one address may have under grants; 0: ec.DefaultSourceShare
+	TotalShare  float64       `koanf:"grant_total_share"`  // part of a pool that all peers together may; 0: ec.DefaultTotalShare
 }
 
 // PoolConfig describes one pool: what its engines agree on.
@@ -133,6 +134,12 @@ func defaultSocket() string {
 func bad(key string, value any, format string, a ...any) error {
 	return fmt.Errorf("%w: %s: %v: %s", ErrConfig, key, value, fmt.Sprintf(format, a...))
 }
+
+// What to do about a value of which there are several.
+const (
+	shareFix = "give a part of the pool, above 0 and at most 1, or leave the key out"
+	waitFix  = "give 1ms to 24h, or leave the key out"
+)
 
 // quoted shows a value that may be empty.
 func quoted(s string) string { return strconv.Quote(s) }
@@ -238,7 +245,7 @@ func (s *settings) checkRegion() error {
 			*share.v = share.def
 		}
 		if !(*share.v > 0 && *share.v <= 1) { // NaN too
-			errs = append(errs, bad(share.key, *share.v, "give a part of the pool, above 0 and at most 1"))
+			errs = append(errs, bad(share.key, *share.v, shareFix))
 		}
 	}
 	switch s.Eviction {
@@ -345,7 +352,7 @@ func (s *settings) checkTimes() error {
 			*t.v = t.def
 		}
 		if *t.v < time.Millisecond || *t.v > 24*time.Hour {
-			errs = append(errs, bad("timeouts."+t.key, *t.v, "give 1ms to 24h"))
+			errs = append(errs, bad("timeouts."+t.key, *t.v, waitFix))
 		}
 	}
 	return errors.Join(errs...)

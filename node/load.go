@@ -281,14 +281,20 @@ func setField(f reflect.Value, key string, value any) error {
 		*p = n
 	case *float64:
 		n, err := strconv.ParseFloat(text, 64)
-		if err != nil {
+		switch {
+		case err != nil:
 			return bad(key, quoted(text), "give a number")
+		case n == 0: // of a Config it means that nobody set it
+			return bad(key, quoted(text), shareFix)
 		}
 		*p = n
 	case *time.Duration:
 		d, err := time.ParseDuration(text)
 		if err != nil {
 			return bad(key, quoted(text), "give a duration with its unit, such as 500ms, 20s or 2m")
+		}
+		if d == 0 {
+			return bad(key, quoted(text), waitFix)
 		}
 		*p = d
 	}
