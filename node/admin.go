@@ -234,10 +234,13 @@ type nodeStatus struct {
 }
 
 type engineStatus struct {
-	Conn uint64 `json:"conn"`
-	Name string `json:"name"`
-	PID  int    `json:"pid"`
-	Pool string `json:"pool"`
+	Conn  uint64 `json:"conn"`
+	Owner uint64 `json:"owner"` // of what it reserves, in /v1/entries
+	Name  string `json:"name"`
+	PID   int    `json:"pid"`
+	Pool  string `json:"pool"`
+
+	ReservedBlocks int `json:"reserved_blocks"` // by all connections of its process
 }
 
 type poolStatus struct {

@@ -44,8 +44,13 @@ type clients struct {
 	mu      sync.Mutex
 	free    []int // rows
 	byID    map[uint64]*knownClient
-	waiting int       // adopted clients that are not accounted for
-	pinned  []*ec.Pin // what adopted clients had pinned, while any is waited for
+	rows    int // of clients that one process may have
+	limit   int // blocks that one process may have reserved, 0: all
+	refused uint64
+	// accounts are by process. A client's process is the one that it was known by first.
+	accounts map[region.Client]*account
+	waiting  int       // adopted clients that are not accounted for
+	pinned   []*ec.Pin // what adopted clients had pinned, while any is waited for
 }
 
 // knownClient is one of them. All fields are under clients.mu, but for id.
@@ -54,14 +59,15 @@ type knownClient struct {
 	row     int
 	region  region.Client
 	session *session
-	adopted bool                       // known from the node before, and not accounted for yet
-	left    map[uint64]*ec.Reservation // by generation: what it may still write, and no session has
-	back    chan struct{}              // closed when it is not away any more; nil: it is connected
+	account *account
+	adopted bool                // known from the node before, and not accounted for yet
+	left    map[uint64]reserved // by generation: what it may still write, and no session has
+	back    chan struct{}       // closed when it is not away any more; nil: it is connected
 }
 
-// newClients takes over what an adopted region says of its clients.
-func newClients(r *region.Region, a *ec.Adopted, log *slog.Logger) *clients {
-	c := &clients{log: log, table: r.Clients(), byID: map[uint64]*knownClient{}}
+// newClients takes over what an adopted region says of its clients. One process may have limit of its blocks reserved, 0: all.
+func newClients(r *region.Region, a *ec.Adopted, limit int, log *slog.Logger) *clients {
+	c := &clients{log: log, table: r.Clients(), byID: map[uint64]*knownClient{}, rows: processClients, limit: limit, accounts: map[region.Client]*account{}}
 	c.ctx, c.stop = context.WithCancel(context.Background())
 	for row := c.table.Len() - 1; row >= 0; row-- {
 		rc, ok := c.table.Load(row)
@@ -72,14 +78,17 @@ func newClients(r *region.Region, a *ec.Adopted, log *slog.Logger) *clients {
 			c.table.Clear(row)
 			c.free = append(c.free, row)
 		default:
-			c.byID[rc.ID] = &knownClient{id: rc.ID, row: row, region: rc, adopted: true, left: map[uint64]*ec.Reservation{}, back: make(chan struct{})}
+			cl := &knownClient{id: rc.ID, row: row, region: rc, adopted: true, left: map[uint64]reserved{}, back: make(chan struct{})}
+			c.byID[rc.ID] = cl
+			c.enlist(cl)
 		}
 	}
 	unknown := 0
 	for _, res := range a.Filling {
 		i := res.Info()
 		if cl := c.byID[i.Owner]; cl != nil {
-			cl.left[i.Gen] = res
+			cl.left[i.Gen] = reserved{res, blocksOf(&i)}
+			cl.account.blocks += blocksOf(&i)
 		} else {
 			res.Quarantine() // a row is older than what its client reserves, so this one cannot be; and nobody can prove its end
 			unknown++
@@ -205,6 +214,7 @@ func (c *clients) giveUpKeys() {
 func (c *clients) drop(cl *knownClient, why string) {
 	for _, res := range cl.left {
 		res.Quarantine().Settle()
+		cl.account.blocks -= res.blocks
 	}
 	if len(cl.left) > 0 {
 		c.log.Info("blocks of an engine are free again", "client", cl.id, "reservations", len(cl.left), "because", why)
@@ -212,6 +222,7 @@ func (c *clients) drop(cl *knownClient, why string) {
 	c.table.Clear(cl.row)
 	c.free = append(c.free, cl.row)
 	delete(c.byID, cl.id)
+	c.delist(cl)
 	c.arrived(cl)
 	c.account(cl)
 }
@@ -295,16 +306,21 @@ func (c *clients) add(s *session, rc region.Client) (*knownClient, []byte, error
 	if len(c.free) == 0 {
 		return nil, nil, fmt.Errorf("%w: the pool has %d clients, connected or not yet proven dead", api.ErrLimit, region.MaxClients)
 	}
+	if a := c.accounts[rc]; a != nil && a.clients >= c.rows {
+		return nil, nil, fmt.Errorf("%w: process %d has %d of the pool's %d clients, connected or gone with something left, and may have no more",
+			api.ErrLimit, s.peer.PID, a.clients, region.MaxClients)
+	}
 	token := make([]byte, tokenBytes)
 	for rc.ID == 0 || c.byID[rc.ID] != nil {
 		_, _ = rand.Read(token) // never fails
 		rc.ID = idOf(token)
 	}
-	cl := &knownClient{id: rc.ID, region: rc, session: s, left: map[uint64]*ec.Reservation{}}
+	cl := &knownClient{id: rc.ID, region: rc, session: s, left: map[uint64]reserved{}}
 	if err := c.place(cl); err != nil {
 		return nil, nil, err
 	}
 	c.byID[cl.id] = cl
+	c.enlist(cl)
 	return cl, token, nil
 }
 
@@ -337,7 +353,7 @@ func (c *clients) move(cl *knownClient, now region.Client) error {
 }
 
 // resume gives a session of the client what it had reserved before. The key may be given up by now: then Commit will say so.
-func (c *clients) resume(cl *knownClient, gen uint64) (*ec.Reservation, bool) {
+func (c *clients) resume(cl *knownClient, gen uint64) (reserved, bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	res, ok := cl.left[gen]
@@ -351,6 +367,7 @@ func (c *clients) restated(cl *knownClient) {
 	defer c.mu.Unlock()
 	for gen, res := range cl.left {
 		res.Quarantine().Settle()
+		cl.account.blocks -= res.blocks
 		delete(cl.left, gen)
 	}
 	c.account(cl)
@@ -358,7 +375,7 @@ func (c *clients) restated(cl *knownClient) {
 
 // leave ends a client's session. What it may still write stays with the client, whose process is watched; bye says that there is
 // nothing.
-func (c *clients) leave(cl *knownClient, left []*ec.Reservation, bye bool, process *os.File, exit <-chan struct{}) {
+func (c *clients) leave(cl *knownClient, left []reserved, bye bool, process *os.File, exit <-chan struct{}) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	cl.session = nil

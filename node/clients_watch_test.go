@@ -39,7 +39,7 @@ func TestAnEngineThatCannotBeWatchedAtFirstIsWatchedLater(t *testing.T) {
 					}
 					return nil, unix.ESRCH
 				}
-				cl := newClients(r, &ec.Adopted{}, slog.New(slog.DiscardHandler))
+				cl := newClients(r, &ec.Adopted{}, 4, slog.New(slog.DiscardHandler))
 				defer cl.close()
 				if away, _, _ := cl.away(); away != 1 {
 					t.Fatalf("%d clients before it is known that it is dead", away)

@@ -64,6 +64,7 @@ type Config struct {
 	Eviction    string        `koanf:"eviction"`           // ec.PolicyFIFO or ec.PolicySIEVE
 	SourceShare float64       `koanf:"grant_source_share"` // part of a pool that one address may have under grants; 0: ec.DefaultSourceShare
 	TotalShare  float64       `koanf:"grant_total_share"`  // part of a pool that all peers together may; 0: ec.DefaultTotalShare
+	EngineShare float64       `koanf:"engine_share"`       // part of a pool that one process of engines may have reserved; 0: 1, all of it
 }
 
 // PoolConfig describes one pool: what its engines agree on.
@@ -115,6 +116,7 @@ func DefaultConfig() Config {
 		Eviction:    ec.PolicyFIFO,
 		SourceShare: ec.DefaultSourceShare,
 		TotalShare:  ec.DefaultTotalShare,
+		EngineShare: 1,
 		Timeouts: TimeoutConfig{
 			AckOwn: t.AckOwn, AckPlain: t.AckPlain, Connect: t.Connect, Read: t.Read, Quarantine: t.Quarantine,
 			Item: t.Item, GrantLease: t.GrantLease, PlainLease: t.PlainLease, HoldLease: ec.DefaultHoldLease, Idle: t.Idle, Adopt: DefaultAdopt,
@@ -240,6 +242,7 @@ func (s *settings) checkRegion() error {
 		{"hold_share", &s.HoldShare, ec.DefaultHoldShare},
 		{"grant_source_share", &s.SourceShare, ec.DefaultSourceShare},
 		{"grant_total_share", &s.TotalShare, ec.DefaultTotalShare},
+		{"engine_share", &s.EngineShare, 1},
 	} {
 		if *share.v == 0 {
 			*share.v = share.def

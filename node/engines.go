@@ -48,6 +48,9 @@ type engines struct {
 	next     uint64
 	sessions map[uint64]*session
 
+	byProcess map[uint64]int // sessions, by what processOf gives
+	share     int            // how many of them one process may have
+
 	counters engineCounters
 
 	refusals, arrivals, departures logLimit
@@ -68,7 +71,7 @@ type engineCounters struct {
 }
 
 func newEngines(sock *engineSocket, pools []*pool, id identity, sums, keep bool, log *slog.Logger) *engines {
-	e := &engines{sock: sock, pools: pools, identity: id, sums: sums, keep: keep, log: log, listings: make(chan struct{}, maxListings), loop: make(chan struct{}), sessions: map[uint64]*session{}}
+	e := &engines{sock: sock, pools: pools, identity: id, sums: sums, keep: keep, log: log, listings: make(chan struct{}, maxListings), loop: make(chan struct{}), sessions: map[uint64]*session{}, byProcess: map[uint64]int{}, share: processSessions}
 	e.arrivals.burst, e.departures.burst = engineLines, engineLines
 	e.ctx, e.cancel = context.WithCancel(context.Background())
 	return e
@@ -125,8 +128,16 @@ func (e *engines) accept(sock *net.UnixConn) {
 		_ = sock.Close()
 		return
 	}
+	// Without a name (another PID namespace) processes count as one.
+	peer, err := api.PeerOf(sock, false)
+	process := processOf(peer.PID)
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if err != nil {
+		e.counters.refused.Add(1)
+		_ = conn.Close()
+		return
+	}
 	if e.closing {
 		e.counters.refused.Add(1)
 		_ = conn.Send(api.MaxReplyFrame, &api.Refused{Code: api.CodeClosing, Message: "the node is ending"})
@@ -139,8 +150,16 @@ func (e *engines) accept(sock *net.UnixConn) {
 		_ = conn.Close()
 		return
 	}
+	if n := e.byProcess[process]; n >= e.share {
+		e.counters.refused.Add(1)
+		_ = conn.Send(api.MaxReplyFrame, &api.Refused{Code: api.CodeLimit, Message: fmt.Sprintf("pid %d has %d of the %d connections that the node serves, and may have no more: close some",
+			peer.PID, n, maxSessions)})
+		_ = conn.Close()
+		return
+	}
 	e.counters.accepted.Add(1)
 	e.next++
+	e.byProcess[process]++
 	s := &session{e: e, id: e.next, sock: sock, conn: conn, log: e.log.With("conn", e.next), ended: make(chan struct{}), listing: make(chan struct{}, 1)}
 	e.sessions[s.id] = s
 	e.work.Add(1)
@@ -149,6 +168,9 @@ func (e *engines) accept(sock *net.UnixConn) {
 		s.run()
 		e.mu.Lock()
 		delete(e.sessions, s.id)
+		if e.byProcess[process]--; e.byProcess[process] == 0 {
+			delete(e.byProcess, process)
+		}
 		e.mu.Unlock()
 	}()
 }
@@ -246,7 +268,9 @@ func (e *engines) list() []engineStatus {
 	out := make([]engineStatus, 0, len(e.sessions))
 	for _, s := range e.sessions {
 		if s.greeted.Load() {
-			out = append(out, engineStatus{Conn: s.id, Name: s.name, PID: s.peer.PID, Pool: s.pool.group})
+			out = append(out, engineStatus{
+				Conn: s.id, Owner: s.client.id, Name: s.name, PID: s.peer.PID, Pool: s.pool.group, ReservedBlocks: s.pool.clients.reservedBy(s.client),
+			})
 		}
 	}
 	slices.SortFunc(out, func(a, b engineStatus) int { return cmp.Compare(a.Conn, b.Conn) })

@@ -103,6 +103,8 @@ var (
 	mAway       = gauge("engines_away", "Engines that lost their connection and live: what they may use of the pool is kept for them.", "pool")
 	mAwayRes    = gauge("engines_away_reservations", "Reservations that are kept for them.", "pool")
 	mAwayPins   = gauge("engines_away_pinned", "Entries that engines of a node that died had pinned, while any of these is away.", "pool")
+	mShareMost  = gauge("engine_reserved_bytes", "Bytes that the process of engines with the most has reserved, or left and may still write.", "pool")
+	mShareOver  = counter("engine_share_refused_total", "Reservations refused because the engine's process had its share of the pool.", "pool")
 	mEngineConn = counter("engine_connections_total", "Connections of engines by what became of them.", "result")
 	mRequests   = counter("engine_requests_total", "Request frames of engines.")
 	mOperations = counter("engine_operations_total", "Operations in them.")
@@ -237,6 +239,9 @@ func (e emitter) engines(g *engines) {
 		e.put(mAway, float64(away), p.group)
 		e.put(mAwayRes, float64(reservations), p.group)
 		e.put(mAwayPins, float64(pinned), p.group)
+		most, refused := p.clients.shares()
+		e.put(mShareMost, float64(most)*float64(p.BlockBytes), p.group)
+		e.put(mShareOver, float64(refused), p.group)
 	}
 	e.put(mEngineConn, float64(c.accepted.Load()), "accepted")
 	e.put(mEngineConn, float64(c.refused.Load()), "refused")

@@ -34,6 +34,7 @@ func (s *session) do(op *api.Op, r *api.Result, t *turn) (err error) {
 		if err == nil {
 			res.Discard()
 			res.Quarantine().Settle() // of one that was resumed after its key was given up
+			s.pool.clients.credit(s.client, res.blocks)
 		}
 		return err
 	case api.OpAnnounce:
@@ -97,23 +98,36 @@ func (s *session) reserve(op *api.Op, r *api.Result) error {
 	if err != nil {
 		return err
 	}
+	blocks := int(min((op.Bytes-1)/s.pool.BlockBytes+1, int64(s.pool.blocks)))
+	over := s.pool.clients.charge(s.client, blocks)
+	if over != nil {
+		if _, state := s.pool.cache.Lookup(op.Key); state == ec.Absent {
+			return over
+		}
+		blocks = 0 // Reserve says what is there
+	}
 	res, err := s.pool.cache.Reserve(op.Key, ec.Spec{Dtype: op.Dtype, Shape: op.Shape, Bytes: op.Bytes}, s.client.id)
+	if err == nil && over != nil { // it has gone since
+		res.Discard()
+		err = over
+	}
 	if err != nil {
+		s.pool.clients.credit(s.client, blocks)
 		return err
 	}
-	s.reservations[h] = res
+	s.reservations[h] = reserved{res, blocks}
 	info := res.Info()
 	r.Handle, r.Info = h, &info
 	return nil
 }
 
 // take ends a reservation's stay in the table: whoever takes it decides what becomes of it.
-func (s *session) take(op *api.Op) (*ec.Reservation, error) {
+func (s *session) take(op *api.Op) (reserved, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	res, ok := s.reservations[op.Handle]
 	if !ok {
-		return nil, fmt.Errorf("%w: no reservation %d of this connection", ec.ErrStale, op.Handle)
+		return reserved{}, fmt.Errorf("%w: no reservation %d of this connection", ec.ErrStale, op.Handle)
 	}
 	delete(s.reservations, op.Handle)
 	return res, nil
@@ -124,6 +138,7 @@ func (s *session) commit(op *api.Op, r *api.Result) error {
 	if err != nil {
 		return err
 	}
+	defer s.pool.clients.credit(s.client, res.blocks)
 	var sum *uint64
 	switch {
 	case op.HasSum:

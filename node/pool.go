@@ -71,7 +71,7 @@ func openPool(ctx context.Context, s *settings, ps poolSettings, log *slog.Logge
 	for _, pin := range p.granted {
 		p.grantedBefore = append(p.grantedBefore, pin.Info())
 	}
-	p.clients = newClients(p.region, adopted, log)
+	p.clients = newClients(p.region, adopted, s.shareOf(ps.blocks), log)
 	p.logStart(adopted, time.Since(start), log)
 	return p, nil
 }

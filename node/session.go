@@ -52,7 +52,7 @@ type session struct {
 	mu           sync.Mutex
 	async        map[uint64]context.CancelCauseFunc // by ref
 	handles      uint64                             // the last one given
-	reservations map[uint64]*ec.Reservation
+	reservations map[uint64]reserved
 	pins         map[uint64]*ec.Pin
 }
 
@@ -71,7 +71,7 @@ func (s *session) run() {
 		}
 		return
 	}
-	s.reservations, s.pins = map[uint64]*ec.Reservation{}, map[uint64]*ec.Pin{}
+	s.reservations, s.pins = map[uint64]reserved{}, map[uint64]*ec.Pin{}
 	s.async = map[uint64]context.CancelCauseFunc{}
 	s.ctx, s.cancel = context.WithCancel(s.e.ctx)
 	s.greeted.Store(true)

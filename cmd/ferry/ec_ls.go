@@ -14,7 +14,7 @@ func (a *app) ecListCmd() *cobra.Command {
 		Long: `List the entries of a pool in the order of eviction, one a line:
 {"key":..,"bytes":..,"shape":[..],"state":"not_ready|ready|pinned","pins":..,"holds":..}
 An entry that peers were granted has "grants":.., and "burned":.. says how many of these are past their lease and may still be READ.
-Grants are among the pins.`,
+Grants are among the pins. One that is not ready has "owner":.., the engine that fills it, as /v1/status names it.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, cancel := a.interruptible(cmd.Context())
@@ -50,15 +50,19 @@ type entryLine struct {
 
 	Grants int `json:"grants,omitempty"`
 	Burned int `json:"burned,omitempty"`
+
+	Owner uint64 `json:"owner,omitempty"` // of one that is not ready; none: the node itself
 }
 
 func lineOf(e ec.Info) entryLine {
-	state := "not_ready"
+	l := entryLine{Key: e.Key, Bytes: e.Spec.Bytes, Shape: e.Spec.Shape, Pins: e.Pins, Holds: e.Holds, Grants: e.Grants, Burned: e.Burned}
 	switch {
 	case e.State == ec.Ready && e.Pins > 0:
-		state = "pinned"
+		l.State = "pinned"
 	case e.State == ec.Ready:
-		state = "ready"
+		l.State = "ready"
+	default:
+		l.State, l.Owner = "not_ready", e.Owner
 	}
-	return entryLine{e.Key, e.Spec.Bytes, e.Spec.Shape, state, e.Pins, e.Holds, e.Grants, e.Burned}
+	return l
 }

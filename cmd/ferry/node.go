@@ -103,6 +103,7 @@ var configHelp = map[string]string{
 	"dtype":                  "dtype of the encodings as torch prints it, such as torch.bfloat16",
 	"ec_cpu_bytes":           "size of the pool, such as 64MiB",
 	"ec_protocol":            "generation of the protocol that plain peers speak, 1 or 2",
+	"engine_share":           "part of a pool that one process of engines may have reserved and not ready; 1 is all of it",
 	"eviction":               "which entries go when room is needed: fifo, or sieve, which keeps what is used again and again",
 	"grant_source_share":     "part of a pool that one source address may have under grants",
 	"grant_total_share":      "part of a pool that all peers together may have under grants",
