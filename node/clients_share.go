@@ -4,7 +4,6 @@ import (
 	"fmt"
 
 	"github.com/tensorferry/tensorferry/ec"
-	"github.com/tensorferry/tensorferry/node/internal/api"
 	"github.com/tensorferry/tensorferry/region"
 )
 
@@ -67,7 +66,17 @@ func (c *clients) delist(cl *knownClient) {
 	}
 }
 
-// charge counts blocks that a client is about to reserve. ErrLimit: its process has its share. One that has nothing may reserve one entry
+// overShare is to an engine what a full pool is: it goes on without saving, or commits first what it has.
+type overShare struct{ has, more, limit int }
+
+func (e *overShare) Error() string {
+	return fmt.Sprintf("this process has %d blocks reserved, and %d more would be over its share of the pool, %d (engine_share): commit or discard first",
+		e.has, e.more, e.limit)
+}
+
+func (e *overShare) Unwrap() error { return ec.ErrFull }
+
+// charge counts blocks that a client is about to reserve. ErrFull: its process has its share. One that has nothing may reserve one entry
 // of any size.
 func (c *clients) charge(cl *knownClient, blocks int) error {
 	c.mu.Lock()
@@ -75,8 +84,7 @@ func (c *clients) charge(cl *knownClient, blocks int) error {
 	a := cl.account
 	if c.limit > 0 && a.blocks > 0 && a.blocks+blocks > c.limit {
 		c.refused++
-		return fmt.Errorf("%w: this process has %d blocks reserved, and %d more would be over its share of the pool, %d (engine_share): commit or discard first",
-			api.ErrLimit, a.blocks, blocks, c.limit)
+		return &overShare{a.blocks, blocks, c.limit}
 	}
 	a.blocks += blocks
 	return nil

@@ -101,8 +101,8 @@ func TestAProcessReservesNoMoreThanItsShare(t *testing.T) {
 	refused := func(c *client.Client, key string, rows int, says string) {
 		t.Helper()
 		_, err := c.Reserve(testContext(t), key, spec(rows))
-		if !errors.Is(err, client.ErrLimit) || !strings.Contains(err.Error(), says) {
-			t.Errorf("%d blocks for %s: %v; want ErrLimit with %q", rows, key, err, says)
+		if !errors.Is(err, ec.ErrFull) || !strings.Contains(err.Error(), says) {
+			t.Errorf("%d blocks for %s: %v; want ErrFull with %q", rows, key, err, says)
 		}
 	}
 	reserved := func(want int) {
@@ -186,8 +186,8 @@ func TestASharesReservationsAreCountedAfterARestart(t *testing.T) {
 	}
 	p.kill()
 	p = spawnNode(t, cfg)
-	if _, err := c.Reserve(testContext(t), "b", spec(5)); !errors.Is(err, client.ErrLimit) {
-		t.Errorf("%v; want ErrLimit", err)
+	if _, err := c.Reserve(testContext(t), "b", spec(5)); !errors.Is(err, ec.ErrFull) {
+		t.Errorf("%v; want ErrFull", err)
 	}
 	if err := r.Commit(testContext(t)); err != nil {
 		t.Fatal(err)
