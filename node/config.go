@@ -132,9 +132,9 @@ func defaultSocket() string {
 	return filepath.Join(os.TempDir(), fmt.Sprintf("ferry-%d.sock", os.Getuid()))
 }
 
-// bad makes an error about one key.
+// bad makes an error about one key. What the format wraps is wrapped.
 func bad(key string, value any, format string, a ...any) error {
-	return fmt.Errorf("%w: %s: %v: %s", ErrConfig, key, value, fmt.Sprintf(format, a...))
+	return fmt.Errorf("%w: %s: %v: %w", ErrConfig, key, value, fmt.Errorf(format, a...))
 }
 
 // What to do about a value of which there are several.
@@ -190,7 +190,7 @@ func (s *settings) checkIdentity() error {
 	}
 	abs, err := filepath.Abs(s.Socket)
 	if err != nil {
-		return bad("socket", s.Socket, "%v; give an absolute path", err)
+		return bad("socket", s.Socket, "%w; give an absolute path", err)
 	}
 	s.socket = abs
 	if len(abs) > maxSocketPath {
@@ -215,7 +215,7 @@ func (s *settings) checkRegion() error {
 		s.ShmDir = DefaultShmDir
 	}
 	if st, err := os.Stat(s.ShmDir); err != nil {
-		errs = append(errs, bad("shm_dir", s.ShmDir, "%v; name a directory on a tmpfs", err))
+		errs = append(errs, bad("shm_dir", s.ShmDir, "%w; name a directory on a tmpfs", err))
 	} else if !st.IsDir() {
 		errs = append(errs, bad("shm_dir", s.ShmDir, "not a directory; name one on a tmpfs"))
 	}
@@ -408,7 +408,7 @@ func (p PoolConfig) check(at string) (*poolSettings, error) {
 		// The compatibility hash is over the name itself: without its prefix it would match no peer's.
 		switch ps.itemSize, err = ec.ItemSize(p.Dtype); {
 		case err != nil:
-			errs = append(errs, bad(at+"dtype", p.Dtype, "%v", err))
+			errs = append(errs, bad(at+"dtype", p.Dtype, "%w", err))
 		case !strings.HasPrefix(p.Dtype, "torch."):
 			errs = append(errs, bad(at+"dtype", p.Dtype, "peers compare the name as torch prints it: give torch.%s", p.Dtype))
 		}
@@ -426,7 +426,7 @@ func (p PoolConfig) check(at string) (*poolSettings, error) {
 		size, err := ParseBytes(p.ECCPUBytes)
 		switch blocks := size / p.BlockBytes; {
 		case err != nil:
-			errs = append(errs, bad(at+"ec_cpu_bytes", p.ECCPUBytes, "%v", err))
+			errs = append(errs, bad(at+"ec_cpu_bytes", p.ECCPUBytes, "%w", err))
 		case blocks < 1:
 			errs = append(errs, bad(at+"ec_cpu_bytes", p.ECCPUBytes, "smaller than one block of %d bytes", p.BlockBytes))
 		case blocks > math.MaxInt32:

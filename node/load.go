@@ -276,7 +276,7 @@ func setField(f reflect.Value, key string, value any) error {
 	case *int64:
 		n, err := ParseBytes(text)
 		if err != nil {
-			return bad(key, quoted(text), "%v", err)
+			return bad(key, quoted(text), "%w", err)
 		}
 		*p = n
 	case *float64:

@@ -5,6 +5,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/ec"
 	"github.com/tensorferry/tensorferry/ec/wire"
+	"github.com/tensorferry/tensorferry/transfer/nixl"
 )
 
 // collector gives the node's counters when they are asked for. The parts count for themselves; a scrape reads snapshots, so
@@ -98,6 +99,9 @@ var (
 	mRetiring      = gauge("agents_retiring", "Pools whose former agents still serve what they had granted.")
 	mRetiringFor   = gauge("agents_retiring_seconds", "How long the longest of them has.")
 	mRetiringKept  = gauge("agents_retiring_blocks", "Blocks that only former agents serve: free at their end.")
+	mAgentsDied    = counter("agents_died_total", "NIXL agents that died by themselves, by what they did and how they died.", "role", "reason")
+	mUnsettled     = counter("reads_unsettled_total", "READs over NIXL that failed and might go on writing: their destinations were kept until the agent was over.")
+	mReplaced      = counter("agents_replaced_total", "NIXL agents that were replaced to end such READs.")
 
 	mEngines    = gauge("engines", "Engines connected.")
 	mAway       = gauge("engines_away", "Engines that lost their connection and live: what they may use of the pool is kept for them.", "pool")
@@ -136,6 +140,9 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 			up = 0
 		}
 		e.put(mPlaneUp, up, p.Name())
+		if p, ok := p.(interface{ Counts() nixl.Counts }); ok {
+			e.agents(p.Counts())
+		}
 	}
 	for _, p := range n.pools {
 		e.cache(p)
@@ -229,6 +236,15 @@ func (e emitter) producer(s ec.ProducerStats) {
 	e.put(mRetiring, float64(s.Retiring))
 	e.put(mRetiringFor, s.RetiringFor.Seconds())
 	e.put(mRetiringKept, float64(s.RetiringBlocks))
+}
+
+func (e emitter) agents(c nixl.Counts) {
+	for _, d := range nixl.Deaths() {
+		e.put(mAgentsDied, float64(c.Serve[d]), "serve", d.String())
+		e.put(mAgentsDied, float64(c.Fetch[d]), "fetch", d.String())
+	}
+	e.put(mUnsettled, float64(c.Unsettled))
+	e.put(mReplaced, float64(c.Retired))
 }
 
 func (e emitter) engines(g *engines) {

@@ -199,7 +199,7 @@ func (n *Node) bindAdmin(ctx context.Context) error {
 	}
 	var err error
 	if n.admin, err = listenAdmin(ctx, n.s); err != nil {
-		return bad("admin", n.s.Admin, "%v; %s", err, listenFix(err, "use a free port, 0 for any, or off"))
+		return bad("admin", n.s.Admin, "%w; %s", err, listenFix(err, "use a free port, 0 for any, or off"))
 	}
 	n.up("admin's port", func(context.Context) error { return n.admin.unbind() })
 	return nil

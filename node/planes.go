@@ -68,5 +68,5 @@ func openPlanes(ctx context.Context, s *settings, log *slog.Logger) (_ []transfe
 }
 
 func badPlane(name string, err error) error {
-	return bad("planes", name, "%v; take it out of planes, or leave planes out for all that are there", err)
+	return bad("planes", name, "%w; take it out of planes, or leave planes out for all that are there", err)
 }

@@ -86,14 +86,14 @@ func (n *Node) listen(ctx context.Context, h control.RouterHandler) (*control.Ro
 			return r, nil
 		}
 		if !errors.Is(err, unix.EADDRINUSE) {
-			return nil, bad("side_channel", n.s.SideChannel, "%v", err)
+			return nil, badSideChannel(n.s, err)
 		}
 		if try == portTries {
 			// It was any free port, from the range that outgoing connections use too: to serve under another one is better than not at all.
 			n.log.Warn("another process has the port of before: a new one is taken, and announcements made before lead nowhere; give side_channel a port outside of the ephemeral range to keep it",
 				"before", port, "err", err)
 			if r, err = n.loop.Listen(ctx, n.s.host, 0, h); err != nil {
-				return nil, bad("side_channel", n.s.SideChannel, "%v", err)
+				return nil, badSideChannel(n.s, err)
 			}
 			return r, nil
 		}
@@ -106,7 +106,7 @@ func (n *Node) listen(ctx context.Context, h control.RouterHandler) (*control.Ro
 }
 
 func badSideChannel(s *settings, err error) error {
-	return bad("side_channel", s.SideChannel, "%v; %s", err, listenFix(err, "use a free port, or 0 for any"))
+	return bad("side_channel", s.SideChannel, "%w; %s", err, listenFix(err, "use a free port, or 0 for any"))
 }
 
 // leaveFormers says whether the end of a plane leaves agents that outlived the node before to the node that comes next.

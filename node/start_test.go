@@ -12,9 +12,11 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 
 	"github.com/tensorferry/tensorferry/region"
+	"github.com/tensorferry/tensorferry/transfer/nixl"
 )
 
 func openFiles(t *testing.T) int {
@@ -59,21 +61,22 @@ func TestAStartThatFailsLeavesNothing(t *testing.T) {
 		name   string
 		change func(*Config)
 		want   []string
+		is     error
 	}{
 		// C83: a bind that failed in a thread.
-		{"side channel taken", func(c *Config) { c.SideChannel = taken.Addr().String() }, []string{"side_channel", taken.Addr().String()}},
-		{"admin taken", func(c *Config) { c.Admin = taken.Addr().String() }, []string{"admin", taken.Addr().String()}},
-		{"data port taken", func(c *Config) { c.DataPort = taken.Addr().(*net.TCPAddr).Port }, []string{"planes", "tcp"}},
-		{"a plane that this machine has not", func(c *Config) { c.Planes, c.NIXL.Library = []string{"mapped", "nixl"}, "/no/such/libnixl_capi.so" }, []string{"planes", "nixl"}},
+		{"side channel taken", func(c *Config) { c.SideChannel = taken.Addr().String() }, []string{"side_channel", taken.Addr().String()}, syscall.EADDRINUSE},
+		{"admin taken", func(c *Config) { c.Admin = taken.Addr().String() }, []string{"admin", taken.Addr().String()}, syscall.EADDRINUSE},
+		{"data port taken", func(c *Config) { c.DataPort = taken.Addr().(*net.TCPAddr).Port }, []string{"planes", "tcp"}, syscall.EADDRINUSE},
+		{"a plane that this machine has not", func(c *Config) { c.Planes, c.NIXL.Library = []string{"mapped", "nixl"}, "/no/such/libnixl_capi.so" }, []string{"planes", "nixl"}, nixl.ErrMissing},
 		// C11: nobody checked the size against /dev/shm.
-		{"more than there is", func(c *Config) { c.Pools[0].ECCPUBytes = "1000TiB" }, []string{"ec_cpu_bytes", "1000TiB"}},
-		{"more than the tmpfs", func(c *Config) { c.Pools[0].ECCPUBytes = "900GiB" }, []string{"ec_cpu_bytes", "900GiB", "free"}},
-		{"no directory for the socket", func(c *Config) { c.Socket = "/no/such/dir/s" }, []string{"/no/such/dir/s"}},
+		{"more than there is", func(c *Config) { c.Pools[0].ECCPUBytes = "1000TiB" }, []string{"ec_cpu_bytes", "1000TiB"}, ErrConfig},
+		{"more than the tmpfs", func(c *Config) { c.Pools[0].ECCPUBytes = "900GiB" }, []string{"ec_cpu_bytes", "900GiB", "free"}, ErrConfig},
+		{"no directory for the socket", func(c *Config) { c.Socket = "/no/such/dir/s" }, []string{"/no/such/dir/s"}, os.ErrNotExist},
 		{"the second pool too large", func(c *Config) {
 			p := c.Pools[0]
 			p.Model, p.ECCPUBytes = "other", "900GiB"
 			c.Pools = append(c.Pools, p)
-		}, []string{"900GiB"}},
+		}, []string{"900GiB"}, ErrConfig},
 	} {
 		cfg := testConfig(t, 16)
 		c.change(&cfg)
@@ -88,6 +91,9 @@ func TestAStartThatFailsLeavesNothing(t *testing.T) {
 			if !strings.Contains(err.Error(), w) {
 				t.Errorf("%s: %q does not say %q", c.name, err, w)
 			}
+		}
+		if !errors.Is(err, c.is) {
+			t.Errorf("%s: %v does not wrap %v", c.name, err, c.is)
 		}
 		if left, _ := os.ReadDir(cfg.ShmDir); len(left) > 0 {
 			t.Errorf("%s: left %v in shared memory", c.name, left)
