@@ -209,6 +209,9 @@ func TestAVLLMKilledBetweenAckAndReadLeavesTheNodeServing(t *testing.T) {
 	}
 	n.killServingAgent() // what ends them; by rotation it takes minutes
 	n.wantSettled(0)
+	if died := n.metric(`tensorferry_agents_died_total{reason="killed",role="serve"}`); died != 1 {
+		t.Errorf("%v agents that serve were killed, want 1", died)
+	}
 	next.alive()
 }
 

@@ -16,6 +16,7 @@ import (
 	"slices"
 	"sync"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -37,6 +38,7 @@ type childOptions struct {
 	environ []string
 	says    func(line string) // nil: log
 	outlive bool              // it may outlive this process
+	died    func(Death)       // called if nobody ended it, before it is over
 }
 
 // child is an agent in a process of its own, which ends with this one, whatever ends that, unless it outlives it (see outlive.go).
@@ -50,10 +52,16 @@ type child struct {
 	statm  *os.File // the kernel's account of its memory; nil: there is no /proc
 
 	reaped chan struct{} // closed when the process is gone
+	death  Death         // if nobody ended it; set before reaped is closed
 	isOver chan struct{} // closed when all that waited have been told
+
+	said  chan struct{} // closed when all that the process printed has been read
+	dies  Death         // as it said; set before said is closed
+	dying bool          // that is set
 
 	mu      sync.Mutex
 	ended   bool // by us
+	givenUp bool
 	dead    bool
 	next    uint64
 	pending map[uint64]func(*fields.Reader, error) // called once, without the lock
@@ -74,7 +82,7 @@ func startChild(ctx context.Context, o childOptions, notify func([]byte)) (*chil
 	}
 	w.stall = writeStall
 	c := &child{
-		o: o, wire: w, notify: notify, reaped: make(chan struct{}), isOver: make(chan struct{}),
+		o: o, wire: w, notify: notify, reaped: make(chan struct{}), isOver: make(chan struct{}), said: make(chan struct{}),
 		pending: map[uint64]func(*fields.Reader, error){},
 	}
 	err = c.run(theirs)
@@ -130,12 +138,7 @@ func (c *child) run(socket *os.File) error {
 		c.statm, _ = os.Open(fmt.Sprintf("/proc/%d/statm", c.pid))
 		started <- nil
 		err = cmd.Wait()
-		c.mu.Lock()
-		ended := c.ended
-		c.mu.Unlock()
-		if !ended {
-			c.o.log.Error("nixl: an agent process died", "role", c.o.role, "pid", c.pid, "err", err)
-		}
+		c.wasReaped(cmd.ProcessState, err)
 		close(c.reaped)
 	}()
 	if err := <-started; err != nil {
@@ -145,14 +148,46 @@ func (c *child) run(socket *os.File) error {
 	return nil
 }
 
+// lastWordsWait is for what a dead process printed to be read. Another process that it started may still have its output.
+const lastWordsWait = time.Second
+
+// wasReaped says of a process that nobody ended how it died.
+func (c *child) wasReaped(s *os.ProcessState, err error) {
+	c.mu.Lock()
+	ended, givenUp := c.ended, c.givenUp
+	c.mu.Unlock()
+	if ended {
+		return
+	}
+	d := deathOf(s, givenUp)
+	timer := time.NewTimer(lastWordsWait)
+	defer timer.Stop()
+	select {
+	case <-c.said:
+		if c.dying && d == DeathExit {
+			d = c.dies
+		}
+	case <-timer.C:
+	}
+	c.death = d
+	c.o.log.Error("nixl: an agent process died", "role", c.o.role, "pid", c.pid, "err", err, "reason", d)
+	if c.o.died != nil {
+		c.o.died(d)
+	}
+}
+
 // logLines passes on what the library says, which is the only place where it says why something failed.
 func (c *child) logLines(from *os.File) {
+	defer close(c.said)
 	defer from.Close()
 	lines := bufio.NewReaderSize(from, 4096)
 	for {
 		line, _, err := lines.ReadLine()
 		if err != nil {
 			return
+		}
+		if d, ok := lastWords(string(line)); ok && !c.dying {
+			c.dies, c.dying = d, true
 		}
 		if c.o.says != nil {
 			c.o.says(string(line))
@@ -170,9 +205,7 @@ func (c *child) listen() {
 			if stalled := c.wire.failure(); errors.Is(stalled, os.ErrDeadlineExceeded) {
 				err = fmt.Errorf("it read nothing for %v: %w", writeStall, stalled)
 			}
-			if !errors.Is(err, io.EOF) && !errors.Is(err, net.ErrClosed) && !errors.Is(err, unix.ECONNRESET) {
-				c.o.log.Error("nixl: an agent process is given up", "role", c.o.role, "pid", c.pid, "err", err)
-			}
+			c.wireEnded(err)
 			break
 		}
 		switch f.kind {
@@ -206,6 +239,30 @@ func (c *child) listen() {
 		done(nil, why)
 	}
 	close(c.isOver)
+}
+
+// exitWait is for a process that has closed its socket to be gone by itself, which says more of its end than a kill.
+const exitWait = time.Second
+
+// wireEnded gives the process up, unless it is at its end.
+func (c *child) wireEnded(err error) {
+	if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) || errors.Is(err, unix.ECONNRESET) {
+		timer := time.NewTimer(exitWait)
+		defer timer.Stop()
+		select {
+		case <-c.reaped:
+			return
+		case <-timer.C:
+			err = errors.New("it has closed its socket")
+		}
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.ended {
+		return
+	}
+	c.givenUp = true
+	c.o.log.Error("nixl: an agent process is given up", "role", c.o.role, "pid", c.pid, "err", err)
 }
 
 // errDied is about what the process was asked, and did not end, when it died of its own.
@@ -242,7 +299,8 @@ func (c *child) end() {
 	<-c.isOver
 }
 
-// ask sends a request; done is called once with the reply. It never calls done itself, and never blocks.
+// ask sends a request; done is called once with the reply, or when the process is over. After an error nothing was sent, and done is not
+// called. It never calls done itself, and never blocks.
 func (c *child) ask(kind frameKind, f *os.File, body func([]byte) []byte, done func(*fields.Reader, error)) error {
 	c.mu.Lock()
 	if c.dead {
@@ -254,22 +312,17 @@ func (c *child) ask(kind frameKind, f *os.File, body func([]byte) []byte, done f
 	c.pending[id] = done
 	c.mu.Unlock()
 	err := c.wire.send(kind, id, f, body)
-	if err == nil {
-		return nil
-	}
-	c.mu.Lock()
-	_, mine := c.pending[id]
-	delete(c.pending, id)
-	c.mu.Unlock()
 	switch {
 	case errors.Is(err, transfer.ErrBadRequest):
 	case errors.Is(err, errBacklog):
 		err = fmt.Errorf("%w: %w", transfer.ErrPeerLost, err)
 	default:
-		// A part of it may have been sent, so nothing can follow.
-		c.kill()
-		err = fmt.Errorf("%w: nixl: agent process: %w", transfer.ErrPeerLost, err)
+		return nil // after any other error the wire is over, and the process may have got it: then done is called when that is over
 	}
+	c.mu.Lock()
+	_, mine := c.pending[id]
+	delete(c.pending, id)
+	c.mu.Unlock()
 	if !mine {
 		return nil // done was called
 	}
@@ -323,8 +376,8 @@ func (c *child) tell(kind frameKind, body func([]byte) []byte) {
 	c.mu.Lock()
 	dead := c.dead
 	c.mu.Unlock()
-	if !dead && c.wire.send(kind, 0, nil, body) != nil {
-		c.kill()
+	if !dead {
+		_ = c.wire.send(kind, 0, nil, body) // as in ask
 	}
 }
 
@@ -385,19 +438,9 @@ func (c *child) dropPeer(peer uint64) {
 }
 
 func (c *child) read(r readOp, done func(error)) {
-	err := c.ask(frameRead, nil, func(b []byte) []byte { return appendRead(b, r) }, func(_ *fields.Reader, err error) { done(err) })
-	if err == nil {
-		return
-	}
-	if errors.Is(err, transfer.ErrBadRequest) || errors.Is(err, errBacklog) { // nothing was sent
+	if err := c.ask(frameRead, nil, func(b []byte) []byte { return appendRead(b, r) }, func(_ *fields.Reader, err error) { done(err) }); err != nil {
 		done(err)
-		return
 	}
-	// The process may have got it: it is over when the process is.
-	go func() {
-		<-c.isOver
-		done(err)
-	}()
 }
 
 func (c *child) attend() { go c.tell(frameAttend, nil) }

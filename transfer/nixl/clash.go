@@ -40,8 +40,11 @@ func clash(ours, theirs []byte) bool {
 }
 
 // hint is what may have ended an agent that serves, for a log.
-func hint(metadata []byte) []any {
-	if _, length := loopback(metadata); length == loopbackOld {
+func hint(i *incarnation) []any {
+	if c, ok := i.agent.(*child); !ok || !c.died() || c.death != DeathFault {
+		return nil
+	}
+	if _, length := loopback(i.place.metadata); length == loopbackOld {
 		return []any{"maybe", "a peer on this machine has NIXL 1.5, which crashes older ones: use one version"}
 	}
 	return nil

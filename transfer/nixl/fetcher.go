@@ -55,7 +55,7 @@ type fetcher struct {
 	leaving  *fetching // retired, and not over yet
 	starting *start    // under way; nil: none
 	backoff  backoff   // of starts, and of agents that died with nobody to blame
-	counts   Counts
+	counts   Counts    // less the deaths
 }
 
 // fetching is one fetch agent. All is under the fetcher's lock, which is not held while the agent does anything.
@@ -141,7 +141,6 @@ func (f *fetcher) checkLocked() {
 	if !g.agent.died() {
 		return
 	}
-	f.counts.Deaths++
 	for name := range g.adding {
 		f.suspects.blame(g.agent, name)
 	}
@@ -357,18 +356,4 @@ func (f *fetcher) close() {
 	if s != nil {
 		<-s.done
 	}
-}
-
-// Counts are of what has happened to a plane's fetch agents, since it was made.
-type Counts struct {
-	Deaths    uint64 // of their own
-	Unsettled uint64 // READs that failed, in several pieces mostly, whose destinations were kept until the agent was over
-	Retired   uint64 // agents that were replaced for those
-}
-
-// Counts says what has happened to the fetch agents.
-func (p *Plane) Counts() Counts {
-	p.fetch.mu.Lock()
-	defer p.fetch.mu.Unlock()
-	return p.fetch.counts
 }

@@ -329,7 +329,7 @@ func TestAPeerThatEndsTheAgentHoldsNobodyElseUp(t *testing.T) {
 	if refused == 0 {
 		t.Error("it never had to wait")
 	}
-	if got := p.Counts(); got.Deaths != 3 {
+	if got := p.Counts(); got != (Counts{Fetch: DeathCounts{DeathKilled: 3}}) {
 		t.Errorf("%+v", got)
 	}
 }

@@ -98,6 +98,7 @@ type Plane struct {
 	library *binding.Library // agents in this process only
 	fetch   *fetcher
 	leaves  atomic.Bool // see LeaveFormers
+	deaths  deathTable
 
 	mu       sync.Mutex
 	closed   bool
@@ -205,7 +206,7 @@ func (p *Plane) start(ctx context.Context, r role, outlive bool, notify func([]b
 	if len(p.o.Command) > 0 {
 		c, err := startChild(ctx, childOptions{
 			command: p.o.Command, role: r, hello: hello{Library: p.o.Library, Engine: o}, log: p.o.Log,
-			environ: p.o.environ, says: p.o.says, outlive: outlive,
+			environ: p.o.environ, says: p.o.says, outlive: outlive, died: func(d Death) { p.deaths.add(r, d) },
 		}, notify)
 		if err != nil {
 			return nil, err
@@ -260,7 +261,7 @@ func (p *Plane) Register(ctx context.Context, m transfer.Memory, notify func(tra
 	}
 	var formers []*former
 	if err == nil && p.o.Outlive && mem.file != nil {
-		formers, err = takeOver(ctx, mem.file, p.o.Log)
+		formers, err = takeOver(ctx, mem.file, p.o.Log, func() { p.deaths.add(roleServe, DeathUnknown) })
 	}
 	if err == nil {
 		if r, err = newRegistration(ctx, p, mem, notify, formers); err != nil {

@@ -372,7 +372,7 @@ func TestAnAgentIsTakenOverWithItsOwnRegionOnly(t *testing.T) {
 		_ = c.Close()
 	}
 	must(t, pull(t, add(t, newPlane(t, processes(t)), own.metadata(t)), make([]byte, 4096)))
-	all, err := takeOver(t.Context(), f, slog.Default())
+	all, err := takeOver(t.Context(), f, slog.Default(), func() { t.Error("one died") })
 	must(t, err)
 	if len(all) != 2 {
 		t.Errorf("%d agents taken over afterwards, want 2", len(all))

@@ -159,7 +159,7 @@ func (r *Registration) keep() {
 		if !r.cur.CompareAndSwap(i, nil) {
 			continue // it was rotated, and was a former one when it ended
 		}
-		r.plane.o.Log.Error("nixl: the serve agent died and is started again; READs of peers fail until they have its new metadata", hint(i.place.metadata)...)
+		r.plane.o.Log.Error("nixl: the serve agent died and is started again; READs of peers fail until they have its new metadata", hint(i)...)
 		b.ended(i.started)
 		for r.cur.Load() == nil {
 			select {

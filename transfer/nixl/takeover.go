@@ -33,13 +33,15 @@ type former struct {
 	process *os.File // its pidfd; nil: it cannot be seen from here, or is over
 
 	left   atomic.Bool
+	ended  atomic.Bool // by us
+	died   func()      // called if it was not, before it is over
 	ending sync.Once
 	isOver chan struct{} // closed when the process is gone
 }
 
 // takeOver goes on with the serve agents that a process which died left of the region in f, and ends those that do not answer. On its
-// return no other ones serve the region. The caller owns the region.
-func takeOver(ctx context.Context, f *os.File, log *slog.Logger) (all []*former, err error) {
+// return no other ones serve the region. died is called for each that dies later and was neither ended nor left. The caller owns the region.
+func takeOver(ctx context.Context, f *os.File, log *slog.Logger, died func()) (all []*former, err error) {
 	defer func() {
 		if err != nil {
 			for _, a := range all {
@@ -58,6 +60,8 @@ func takeOver(ctx context.Context, f *os.File, log *slog.Logger) (all []*former,
 		}
 		a, err := claimFormer(ctx, f, i)
 		if err == nil {
+			a.died = died
+			go a.watch()
 			log.Info("nixl: a serve agent of the node before goes on serving peers that know it", "pid", a.pid())
 			all = append(all, a)
 			continue
@@ -73,14 +77,14 @@ func takeOver(ctx context.Context, f *os.File, log *slog.Logger) (all []*former,
 // EndServing ends the serve agents that a process which died left of the region in f: for an owner that serves it by another plane. On its
 // return nothing can be read by them any more. The caller owns the region.
 func EndServing(ctx context.Context, f *os.File, log *slog.Logger) error {
-	all, err := takeOver(ctx, f, log)
+	all, err := takeOver(ctx, f, log, func() {})
 	for _, a := range all {
 		a.end()
 	}
 	return err
 }
 
-// claimFormer takes server number i over. If that does not answer, it is killed where it can be.
+// claimFormer takes server number i over, which is to be watched then. If that does not answer, it is killed where it can be.
 func claimFormer(ctx context.Context, f *os.File, i int) (*former, error) {
 	name, err := socketName(f, i)
 	if err != nil {
@@ -115,7 +119,6 @@ func claimFormer(ctx context.Context, f *os.File, i int) (*former, error) {
 		a.close()
 		return nil, err
 	}
-	go a.watch()
 	return a, nil
 }
 
@@ -151,6 +154,9 @@ func (a *former) watch() {
 	for !a.left.Load() {
 		// The lock goes after the memory.
 		if gone, err := serverGone(a.file, a.index); gone || err != nil {
+			if !a.ended.Load() {
+				a.died()
+			}
 			close(a.isOver)
 			return
 		}
@@ -191,7 +197,10 @@ func (a *former) kill() {
 
 // end returns when nothing can be read by it any more.
 func (a *former) end() {
-	a.ending.Do(a.kill)
+	a.ending.Do(func() {
+		a.ended.Store(true)
+		a.kill()
+	})
 	<-a.isOver
 }
 
