@@ -7,246 +7,159 @@ import (
 	"github.com/tinylib/msgp/msgp"
 )
 
+// ferry takes the value of a `ferry` field aside, which is read if it is ours.
+func (r *reader) ferry() reader { return reader{r.Raw(fieldFerry + ".")} }
+
 // ours is true for a `ferry` value that is a map of our version. Anything else there is a plain peer's, or a newer node's, and
 // does not count. The value is known to be well formed.
-func ours(ferry []byte) bool {
-	if len(ferry) == 0 || msgp.NextType(ferry) != msgp.MapType {
+func (r reader) ours() bool {
+	if r.Type() != msgp.MapType {
 		return false
 	}
-	r := reader{buf: ferry, rest: ferry}
-	n, err := r.fields()
-	if err != nil {
-		return false
-	}
-	for range n {
-		name, err := r.next()
-		if err != nil {
-			return false
-		}
+	for name := range r.Fields() {
 		if string(name) == fieldV {
-			v, err := r.int()
-			return err == nil && v == ExtensionVersion
+			return r.integer() == ExtensionVersion
 		}
-		if r.skip() != nil {
-			return false
-		}
+		r.Skip()
 	}
 	return false
 }
 
-func (r *reader) ferryRequest() (*FerryRequest, error) {
+func (r *reader) ferryRequest() *FerryRequest {
 	f := &FerryRequest{V: ExtensionVersion}
-	n, err := r.fields()
-	if err != nil {
-		return nil, err
-	}
-	for range n {
-		name, err := r.next()
-		if err != nil {
-			return nil, err
-		}
+	for name := range r.Fields() {
 		switch string(name) {
 		case fieldV:
-			err = r.version()
+			r.version()
 		case fieldNode:
-			f.Node, err = r.text(MaxNode)
+			f.Node = r.Text(MaxNode)
 		case fieldEpoch:
-			f.Epoch, err = r.uint(math.MaxUint64)
+			f.Epoch = r.Uint(math.MaxUint64)
 		case fieldPlanes:
-			f.Planes, err = r.planeNames()
+			f.Planes = r.planeNames()
 		case fieldSum:
-			f.Sum, err = r.bool()
+			f.Sum = r.Bool()
 		case fieldParts:
-			f.Compat, err = r.compat()
+			f.Compat = r.compat()
 		case fieldTry:
-			f.Try, err = r.uint(math.MaxUint64)
+			f.Try = r.Uint(math.MaxUint64)
 		default:
-			err = r.skip()
-		}
-		if err != nil {
-			return nil, err
+			r.Skip()
 		}
 	}
-	return f, nil
+	return f
 }
 
-func (r *reader) planeNames() ([]string, error) {
-	n, err := r.array(MaxPlanes, 1)
-	if err != nil {
-		return nil, err
-	}
-	names := make([]string, n)
+func (r *reader) planeNames() []string {
+	names := make([]string, r.Array(MaxPlanes, 1))
 	for i := range names {
-		if names[i], err = r.text(MaxPlaneName); err != nil {
-			return nil, err
-		}
+		names[i] = r.Text(MaxPlaneName)
 	}
-	return names, nil
+	return names
 }
 
-func (r *reader) compat() (c Compat, err error) {
-	in := *r
-	in.path += fieldParts + "."
-	n, err := in.fields()
-	if err != nil {
-		return Compat{}, err
-	}
-	for range n {
-		name, err := in.next()
-		if err != nil {
-			return Compat{}, err
-		}
+func (r *reader) compat() (c Compat) {
+	outer := r.Enter(fieldParts + ".")
+	for name := range r.Fields() {
 		switch string(name) {
 		case fieldVLLMVersion:
-			c.VLLMVersion, err = in.text(MaxCompatText)
+			c.VLLMVersion = r.Text(MaxCompatText)
 		case fieldModel:
-			c.Model, err = in.text(MaxCompatText)
+			c.Model = r.Text(MaxCompatText)
 		case fieldDtype:
-			c.Dtype, err = in.text(MaxCompatText)
+			c.Dtype = r.Text(MaxCompatText)
 		case fieldBlockBytes:
-			c.BlockBytes, err = in.int64(math.MaxInt64)
+			c.BlockBytes = r.Size(math.MaxInt64)
 		default:
-			err = in.skip()
-		}
-		if err != nil {
-			return Compat{}, err
+			r.Skip()
 		}
 	}
-	r.rest = in.rest
-	return c, nil
+	r.Leave(outer)
+	return c
 }
 
-func (r *reader) ferryAck() (*FerryAck, error) {
+func (r *reader) ferryAck() *FerryAck {
 	f := &FerryAck{V: ExtensionVersion}
-	n, err := r.fields()
-	if err != nil {
-		return nil, err
-	}
-	for range n {
-		name, err := r.next()
-		if err != nil {
-			return nil, err
-		}
+	for name := range r.Fields() {
 		switch string(name) {
 		case fieldV:
-			err = r.version()
+			r.version()
 		case fieldTry:
-			f.Try, err = r.uint(math.MaxUint64)
+			f.Try = r.Uint(math.MaxUint64)
 		case fieldNode:
-			f.Node, err = r.text(MaxNode)
+			f.Node = r.Text(MaxNode)
 		case fieldEpoch:
-			f.Epoch, err = r.uint(math.MaxUint64)
+			f.Epoch = r.Uint(math.MaxUint64)
 		case fieldGen:
-			f.Gen, err = r.uint(math.MaxUint64)
+			f.Gen = r.Uint(math.MaxUint64)
 		case fieldSlot:
-			var u uint64
-			u, err = r.uint(math.MaxUint32)
-			f.Slot = uint32(u)
+			f.Slot = uint32(r.Uint(math.MaxUint32))
 		case fieldGrant:
-			f.Grant, err = r.text(MaxGrant)
+			f.Grant = r.Text(MaxGrant)
 		case fieldExtents:
-			f.Extents, err = r.extents()
+			f.Extents = r.extents()
 		case fieldRows:
-			f.Rows, err = r.int64(math.MaxInt64)
+			f.Rows = r.Size(math.MaxInt64)
 		case fieldBytes:
-			f.Bytes, err = r.int64(math.MaxInt64)
+			f.Bytes = r.Size(math.MaxInt64)
 		case fieldLease:
-			f.LeaseMS, err = r.int64(math.MaxInt64 / int64(time.Millisecond)) // so that it fits a time.Duration
+			f.LeaseMS = r.Size(math.MaxInt64 / int64(time.Millisecond)) // so that it fits a time.Duration
 		case fieldSum:
-			var u uint64
-			u, err = r.uint(math.MaxUint64)
+			u := r.Uint(math.MaxUint64)
 			f.Sum = &u
 		case fieldPlanes:
-			f.Planes, err = r.planeOffers()
+			f.Planes = r.planeOffers()
 		case fieldLocal:
-			f.Local, err = r.text(MaxLocal)
+			f.Local = r.Text(MaxLocal)
 		default:
-			err = r.skip()
-		}
-		if err != nil {
-			return nil, err
+			r.Skip()
 		}
 	}
-	return f, nil
+	return f
 }
 
 // extents reads runs of blocks; each has at least one block, and none goes past MaxBlock.
-func (r *reader) extents() ([][2]uint32, error) {
-	n, err := r.array(MaxExtents, 3)
-	if err != nil {
-		return nil, err
-	}
-	runs := make([][2]uint32, n)
+func (r *reader) extents() [][2]uint32 {
+	runs := make([][2]uint32, r.Array(MaxExtents, 3))
 	for i := range runs {
-		at := *r
-		two, err := r.array(2, 1)
-		if err != nil {
-			return nil, err
-		}
-		if two != 2 {
-			return nil, at.fail(ErrMalformed, "an extent of %d numbers, want start and count", two)
-		}
-		start, err := r.uint(MaxBlock)
-		if err != nil {
-			return nil, err
-		}
-		blocks, err := r.uint(MaxBlock + 1 - start)
-		if err != nil {
-			return nil, err
-		}
+		at := r.Offset()
+		r.tuple(2, "an extent of %d numbers, want start and count")
+		start := r.Uint(MaxBlock)
+		blocks := r.Uint(MaxBlock + 1 - start)
 		if blocks == 0 {
-			return nil, at.fail(ErrMalformed, "an extent of no blocks")
+			r.FailAt(at, ErrMalformed, "an extent of no blocks")
 		}
 		runs[i] = [2]uint32{uint32(start), uint32(blocks)}
 	}
-	return runs, nil
+	return runs
 }
 
-func (r *reader) planeOffers() ([]PlaneOffer, error) {
-	n, err := r.array(MaxPlanes, 1)
-	if err != nil {
-		return nil, err
-	}
-	offers := make([]PlaneOffer, n)
+func (r *reader) planeOffers() []PlaneOffer {
+	offers := make([]PlaneOffer, r.Array(MaxPlanes, 1))
 	for i := range offers {
-		if err := r.planeOffer(&offers[i]); err != nil {
-			return nil, err
-		}
+		offers[i] = r.planeOffer()
 	}
-	return offers, nil
+	return offers
 }
 
-func (r *reader) planeOffer(p *PlaneOffer) error {
-	in := *r
-	in.path += fieldPlanes + "."
-	n, err := in.fields()
-	if err != nil {
-		return err
-	}
+func (r *reader) planeOffer() PlaneOffer {
+	outer := r.Enter(fieldPlanes + ".")
 	var name, metadata, token []byte
-	for range n {
-		field, err := in.next()
-		if err != nil {
-			return err
-		}
+	for field := range r.Fields() {
 		switch string(field) {
 		case fieldName:
-			name, err = in.str(MaxPlaneName)
+			name = r.Str(MaxPlaneName)
 		case fieldMetadata:
-			metadata, err = in.bin(MaxPlaneMetadata)
+			metadata = r.Bin(MaxPlaneMetadata)
 		case fieldToken:
-			token, err = in.bin(MaxToken)
+			token = r.Bin(MaxToken)
 		default:
-			err = in.skip()
-		}
-		if err != nil {
-			return err
+			r.Skip()
 		}
 	}
 	if name == nil {
-		return in.fail(ErrMalformed, "%s is missing", fieldName)
+		r.Fail(ErrMalformed, "%s is missing", fieldName)
 	}
-	p.Name, p.Metadata, p.Token = string(name), copied(metadata), copied(token)
-	r.rest = in.rest
-	return nil
+	r.Leave(outer)
+	return PlaneOffer{Name: string(name), Metadata: copied(metadata), Token: copied(token)}
 }

@@ -59,41 +59,28 @@ func DecodeMemDescriptor(b []byte, maxBlocks int) (d []Descriptor, err error) {
 // EachMemDescriptor calls each with the triples of a mem_descriptor, at most maxBlocks (ErrLimit), one after another: i of n, which is no more
 // than a quarter of the bytes of b. It ends at the first error of each, or *FrameError, and allocates nothing.
 func EachMemDescriptor(b []byte, maxBlocks int, each func(i, n int, d Descriptor) error) error {
-	r := reader{buf: b, rest: b, name: []byte(fieldMem)}
-	n, err := r.array(max(maxBlocks, 0), 4)
-	if err != nil {
-		return err
-	}
+	r := newReader(b)
+	r.At([]byte(fieldMem))
+	n := r.Array(max(maxBlocks, 0), 4)
 	for i := range n {
-		var d Descriptor
-		if err := r.descriptor(&d); err != nil {
-			return err
+		d := r.descriptor()
+		if !r.OK() {
+			break
 		}
 		if err := each(i, n, d); err != nil {
 			return err
 		}
 	}
-	return r.end()
+	r.end()
+	return r.err()
 }
 
-func (r *reader) descriptor(d *Descriptor) (err error) {
-	at := *r
-	three, err := r.array(3, 1)
-	if err != nil {
-		return err
-	}
-	if three != 3 {
-		return at.fail(ErrMalformed, "a descriptor of %d numbers, want address, size and device", three)
-	}
-	if d.Addr, err = r.uint(math.MaxUint64); err != nil {
-		return err
-	}
-	if d.Size, err = r.uint(math.MaxUint64 - d.Addr); err != nil {
-		return err
-	}
-	device, err := r.uint(math.MaxUint32)
-	d.Device = uint32(device)
-	return err
+func (r *reader) descriptor() (d Descriptor) {
+	r.tuple(3, "a descriptor of %d numbers, want address, size and device")
+	d.Addr = r.Uint(math.MaxUint64)
+	d.Size = r.Uint(math.MaxUint64 - d.Addr)
+	d.Device = uint32(r.Uint(math.MaxUint32))
+	return d
 }
 
 // uintSize is the encoded size of v in bytes.

@@ -16,20 +16,23 @@ func Notification(session, key string) []byte {
 // ParseNotification is its inverse (session ids hold no colon; keys may). Both parts must be there, in UTF-8 and within their
 // limits. Errors are *FrameError.
 func ParseNotification(b []byte) (session, key string, err error) {
-	r := reader{buf: b, rest: b, name: []byte("notification")}
-	if limit := MaxSession + 1 + MaxKey; len(b) > limit {
-		return "", "", r.fail(ErrLimit, "%d bytes, limit %d", len(b), limit)
-	}
+	r := newReader(b)
+	r.At([]byte("notification"))
 	s, k, found := bytes.Cut(b, []byte{':'})
-	switch {
+	switch limit := MaxSession + 1 + MaxKey; {
+	case len(b) > limit:
+		r.Fail(ErrLimit, "%d bytes, limit %d", len(b), limit)
 	case !found:
-		return "", "", r.fail(ErrMalformed, "no colon between session and key")
+		r.Fail(ErrMalformed, "no colon between session and key")
 	case len(s) == 0 || len(k) == 0:
-		return "", "", r.fail(ErrMalformed, "an empty session or key")
+		r.Fail(ErrMalformed, "an empty session or key")
 	case len(s) > MaxSession || len(k) > MaxKey:
-		return "", "", r.fail(ErrLimit, "a session of %d and a key of %d bytes, limits %d and %d", len(s), len(k), MaxSession, MaxKey)
+		r.Fail(ErrLimit, "a session of %d and a key of %d bytes, limits %d and %d", len(s), len(k), MaxSession, MaxKey)
 	case !utf8.Valid(b):
-		return "", "", r.fail(ErrMalformed, "not UTF-8")
+		r.Fail(ErrMalformed, "not UTF-8")
+	}
+	if err := r.err(); err != nil {
+		return "", "", err
 	}
 	return string(s), string(k), nil
 }

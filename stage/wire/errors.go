@@ -3,7 +3,8 @@ package wire
 import (
 	"errors"
 	"fmt"
-	"unicode/utf8"
+
+	"github.com/tensorferry/tensorferry/internal/shorten"
 )
 
 var (
@@ -42,16 +43,5 @@ func (e *FrameError) Unwrap() []error {
 	return []error{e.kind, e.cause}
 }
 
-const shownBytes = 64
-
-// clip shortens text for an error message, at a rune's start.
-func clip[T ~string | ~[]byte](s T) string {
-	if len(s) <= shownBytes {
-		return string(s)
-	}
-	n := shownBytes
-	for n > shownBytes-utf8.UTFMax && !utf8.RuneStart(s[n]) {
-		n--
-	}
-	return string(s[:n]) + "..."
-}
+// clip shortens a stranger's text for an error.
+func clip[T ~string | ~[]byte](s T) string { return shorten.Text(s, 64) }

@@ -1,10 +1,6 @@
 package wire
 
-import (
-	"math"
-
-	"github.com/tinylib/msgp/msgp"
-)
+import "github.com/tinylib/msgp/msgp"
 
 // Handoff is what a get is told about its payload: the metadata that put returned, or just where to ask for the key.
 type Handoff struct {
@@ -23,13 +19,9 @@ type Handoff struct {
 // DecodeHandoff decodes the metadata of a get as the peers take it: only metadata of this schema names a generation, all other maps
 // are looked at for an endpoint. Errors are *FrameError.
 func DecodeHandoff(b []byte) (*Handoff, error) {
-	r := newReader(b)
+	r := newReader(b, 0)
 	if len(b) > MaxReply {
-		return nil, r.fail(ErrLimit, "metadata of %d bytes, limit %d", len(b), MaxReply)
-	}
-	n, err := r.fields()
-	if err != nil {
-		return nil, err
+		r.Fail(ErrLimit, "metadata of %d bytes, limit %d", len(b), MaxReply)
 	}
 	h := &Handoff{}
 	var sender, source struct {
@@ -38,39 +30,34 @@ func DecodeHandoff(b []byte) (*Handoff, error) {
 	}
 	direct, named := false, false
 	var ferry reader
-	for range n {
-		name, err := r.next()
-		if err != nil {
-			return nil, err
-		}
+	for name := range r.Fields() {
 		switch string(name) {
 		case fieldSchema:
-			direct, err = r.thisSchema()
+			direct = r.thisSchema()
 		case fieldGeneration:
-			h.Generation, err = r.id()
+			h.Generation = r.id()
 			named = true
 		case fieldHost:
-			sender.host, err = r.host()
+			sender.host = r.host()
 		case fieldPort:
-			sender.port, err = r.port()
+			sender.port = r.port()
 		case fieldSourceHost:
-			source.host, err = r.host()
+			source.host = r.host()
 		case fieldSourcePort:
-			source.port, err = r.port()
+			source.port = r.port()
 		case fieldFerry:
-			ferry, err = r.raw()
+			ferry = r.ferry()
 		default:
-			err = r.skip()
-		}
-		if err != nil {
-			return nil, err
+			r.Skip()
 		}
 	}
-	if err := r.end(); err != nil {
+	r.End()
+	if err := r.err(); err != nil {
 		return nil, err
 	}
 	if ferry.ours() {
-		if h.Ferry, err = ferry.ferryMetadata(); err != nil {
+		h.Ferry = ferry.ferryMetadata()
+		if err := ferry.err(); err != nil {
 			return nil, err
 		}
 	}
@@ -81,6 +68,7 @@ func DecodeHandoff(b []byte) (*Handoff, error) {
 		h.Host, h.Port = sender.host, sender.port
 	}
 	if direct && !named {
+		var err error
 		h.Legacy, err = DecodeMetadata(b)
 		return h, err
 	}
@@ -91,14 +79,11 @@ func DecodeHandoff(b []byte) (*Handoff, error) {
 }
 
 // thisSchema reads a schema's version of any kind.
-func (r *reader) thisSchema() (bool, error) {
-	if t := msgp.NextType(r.rest); t != msgp.IntType && t != msgp.UintType {
-		return false, r.skip()
+func (r *reader) thisSchema() bool {
+	if t := r.Type(); t != msgp.IntType && t != msgp.UintType {
+		r.Skip()
+		return false
 	}
-	if u, rest, err := msgp.ReadUint64Bytes(r.rest); err == nil {
-		r.rest = rest
-		return u == SchemaVersion, nil
-	}
-	_, err := r.int(math.MinInt64, math.MaxInt64)
-	return false, err
+	v, below := r.Integer()
+	return v == SchemaVersion && !below
 }

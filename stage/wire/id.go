@@ -3,7 +3,6 @@ package wire
 import (
 	"crypto/rand"
 	"encoding/hex"
-	"math"
 	"strconv"
 
 	"github.com/tinylib/msgp/msgp"
@@ -66,22 +65,21 @@ func appendID(b []byte, name string, id ID) []byte {
 }
 
 // id reads text, an integer, or nil, which is the zero ID.
-func (r *reader) id() (ID, error) {
-	switch msgp.NextType(r.rest) {
+func (r *reader) id() (id ID) {
+	switch r.Type() {
 	case msgp.NilType:
-		r.rest = r.rest[1:]
-		return ID{}, nil
+		r.Null()
 	case msgp.IntType, msgp.UintType:
-		if u, rest, err := msgp.ReadUint64Bytes(r.rest); err == nil {
-			r.rest = rest
-			return ID{num: u, kind: idUint}, nil
+		id.kind = idUint
+		var below bool
+		if id.num, below = r.Integer(); below {
+			id.kind = idBelowZero
 		}
-		i, err := r.int(math.MinInt64, -1)
-		return ID{num: uint64(i), kind: idBelowZero}, err
+	default:
+		id = TextID(r.Text(MaxID))
 	}
-	s, err := r.str(MaxID)
-	if err != nil {
-		return ID{}, err
+	if !r.OK() {
+		return ID{}
 	}
-	return TextID(string(s)), nil
+	return id
 }

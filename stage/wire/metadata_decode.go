@@ -1,98 +1,86 @@
 package wire
 
 import (
-	"bytes"
 	"math"
 
-	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tinylib/msgp/msgp"
+
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // DecodeMetadata decodes and checks (see Metadata.Check) what a claim is answered with, or what put returned. Strings and byte
 // slices are copies, except Ferry.Inline, which is a view over b. Errors are *FrameError.
 func DecodeMetadata(b []byte) (*Metadata, error) {
-	r := newReader(b)
+	r := newReader(b, 0)
 	if len(b) > MaxReply {
-		return nil, r.fail(ErrLimit, "metadata of %d bytes, limit %d", len(b), MaxReply)
+		r.Fail(ErrLimit, "metadata of %d bytes, limit %d", len(b), MaxReply)
+		return nil, r.err()
 	}
-	at := r
 	m, err := r.metadata()
 	if err != nil {
 		// Metadata of another schema may differ in anything: it is told from what is malformed.
-		if at.findSchema() {
-			if other := at.schema(); other != nil {
-				return nil, other
-			}
+		if other := otherSchema(b); other != nil {
+			return nil, other
 		}
 		return nil, err
 	}
 	if f := m.check(); f != nil {
-		r.name = nil
-		return nil, r.fail(f.kind, "%s", f.text)
+		r.Fail(f.kind, "%s", f.text)
+		return nil, r.err()
 	}
 	return m, nil
 }
 
 func (r *reader) metadata() (*Metadata, error) {
-	n, err := r.fields()
-	if err != nil {
-		return nil, err
-	}
 	m := &Metadata{Legacy: true, Size: -1}
 	var agent []byte
 	var ferry reader
 	var schema, groups, specs bool
-	for range n {
-		name, err := r.next()
-		if err != nil {
-			return nil, err
-		}
+	for name := range r.Fields() {
 		switch string(name) {
 		case fieldSchema:
-			err = r.schema()
+			r.schema()
 			schema = true
 		case fieldKind:
-			m.Kind, err = r.kind()
+			m.Kind = r.kind()
 		case fieldAgent:
-			agent, err = r.bin(MaxAgentMetadata)
+			agent = r.Bin(MaxAgentMetadata)
 		case fieldGroups:
-			m.Groups, err = r.groups()
+			m.Groups = r.groups()
 			groups = true
 		case fieldSpecs:
-			m.Specs, err = r.specs()
+			m.Specs = r.specs()
 			specs = true
 		case fieldSize:
-			m.Size, err = r.size(math.MaxInt64)
+			m.Size = r.Size(math.MaxInt64)
 		case fieldHost:
-			m.SenderHost, err = r.host()
+			m.SenderHost = r.host()
 		case fieldPort:
-			m.SenderPort, err = r.port()
+			m.SenderPort = r.port()
 		case fieldGeneration:
-			m.Generation, err = r.id()
+			m.Generation = r.id()
 			m.Legacy = false
 		case fieldClaim:
-			m.Claim, err = r.claim()
+			m.Claim = r.claim()
 		case fieldFerry:
-			ferry, err = r.raw()
+			ferry = r.ferry()
 		default:
-			err = r.skip()
-		}
-		if err != nil {
-			return nil, err
+			r.Skip()
 		}
 	}
-	if err := r.end(); err != nil {
-		return nil, err
-	}
+	r.End()
 	switch {
 	case !schema:
-		return nil, r.missing(fieldSchema)
+		r.Missing(fieldSchema)
 	case m.Kind == 0:
-		return nil, r.missing(fieldKind)
+		r.Missing(fieldKind)
 	case !groups:
-		return nil, r.missing(fieldGroups)
+		r.Missing(fieldGroups)
 	case !specs:
-		return nil, r.missing(fieldSpecs)
+		r.Missing(fieldSpecs)
+	}
+	if err := r.err(); err != nil {
+		return nil, err
 	}
 	if m.Size < 0 {
 		m.Size = 0
@@ -101,7 +89,8 @@ func (r *reader) metadata() (*Metadata, error) {
 		}
 	}
 	if ferry.ours() {
-		if m.Ferry, err = ferry.ferryMetadata(); err != nil {
+		m.Ferry = ferry.ferryMetadata()
+		if err := ferry.err(); err != nil {
 			return nil, err
 		}
 	}
@@ -109,396 +98,282 @@ func (r *reader) metadata() (*Metadata, error) {
 	return m, nil
 }
 
-// schema reads the schema's version, which must be ours.
-func (r *reader) schema() error {
-	if t := msgp.NextType(r.rest); t != msgp.IntType && t != msgp.UintType {
-		return r.fail(ErrSchema, "a version of type %s, this end reads %d", t, SchemaVersion)
-	}
-	at := *r
-	if v, err := r.int(math.MinInt64, math.MaxInt64); err != nil || v != SchemaVersion {
-		return at.fail(ErrSchema, "version %d, this end reads %d", v, SchemaVersion)
+// otherSchema is the fault of metadata whose schema's version is not ours, nil if there is none to be found.
+func otherSchema(b []byte) error {
+	r := newReader(b, 0)
+	for name := range r.Fields() {
+		if string(name) == fieldSchema {
+			r.schema()
+			return r.err()
+		}
+		r.Skip()
 	}
 	return nil
 }
 
-// findSchema goes to the schema's version, if there is one.
-func (r *reader) findSchema() bool {
-	n, err := r.fields()
-	if err != nil {
-		return false
+// schema reads the schema's version, which must be ours.
+func (r *reader) schema() {
+	if t := r.Type(); t != msgp.IntType && t != msgp.UintType {
+		r.Fail(ErrSchema, "a version of type %s, this end reads %d", t, SchemaVersion)
 	}
-	for range n {
-		name, err := r.next()
-		if err == nil && string(name) == fieldSchema {
-			return true
-		}
-		if err != nil || r.skip() != nil {
-			return false
-		}
+	next := *r
+	if v := next.Int(math.MinInt64, math.MaxInt64); v != SchemaVersion {
+		r.Fail(ErrSchema, "version %d, this end reads %d", v, SchemaVersion)
+		return
 	}
-	return false
+	*r = next
 }
 
-func (r *reader) kind() (Kind, error) {
-	at := *r
-	s, err := r.str(MaxID)
-	if err != nil {
-		return 0, err
-	}
+func (r *reader) kind() Kind {
+	at := r.Offset()
+	s := r.Str(MaxID)
 	for k := Tensors; k <= Object; k++ {
 		if string(s) == k.String() {
-			return k, nil
+			return k
 		}
 	}
-	return 0, at.fail(ErrSchema, "%q; this end reads tensors, structured and object", clip(s))
+	r.FailAt(at, ErrSchema, "%q; this end reads tensors, structured and object", clip(s))
+	return 0
 }
 
 // host reads a name or address; nil is none.
-func (r *reader) host() (string, error) {
-	if r.null() {
-		return "", nil
+func (r *reader) host() string {
+	if r.Null() {
+		return ""
 	}
-	return r.text(MaxHost)
+	return r.Text(MaxHost)
 }
 
 // port reads a port; nil is none.
-func (r *reader) port() (int, error) {
-	if r.null() {
-		return 0, nil
+func (r *reader) port() int {
+	if r.Null() {
+		return 0
 	}
-	p, err := r.int(0, math.MaxUint16)
-	return int(p), err
+	return int(r.Int(0, math.MaxUint16))
 }
 
-func (r *reader) groups() ([]Group, error) {
-	n, err := r.array(MaxGroups, 1)
-	if err != nil || n == 0 {
-		return nil, err
+func (r *reader) groups() []Group {
+	n := r.Array(MaxGroups, 1)
+	if n == 0 {
+		return nil
 	}
-	in := r.in()
+	outer := r.in(fieldGroups)
 	groups := make([]Group, n)
 	for i := range groups {
-		if err := in.group(&groups[i]); err != nil {
-			return nil, err
-		}
+		r.group(&groups[i])
 	}
-	r.leave(&in)
-	return groups, nil
+	r.Leave(outer)
+	return groups
 }
 
-func (r *reader) group(g *Group) error {
-	n, err := r.fields()
-	if err != nil {
-		return err
-	}
+func (r *reader) group(g *Group) {
 	var indices []int
-	for range n {
-		name, err := r.next()
-		if err != nil {
-			return err
-		}
+	for name := range r.Fields() {
 		switch string(name) {
 		case fieldMemory:
-			g.MemoryType, err = r.text(MaxMemoryType)
+			g.MemoryType = r.Text(MaxMemoryType)
 		case fieldIndices:
-			indices, err = r.indices()
+			indices = r.indices()
 		case fieldRegions:
-			g.Regions, err = r.regions()
+			g.Regions = r.regions()
 		default:
-			err = r.skip()
-		}
-		if err != nil {
-			return err
+			r.Skip()
 		}
 	}
-	r.name = nil
+	r.At(nil)
 	if len(indices) != len(g.Regions) {
-		return r.fail(ErrMalformed, "%d %s and %d %s", len(indices), fieldIndices, len(g.Regions), fieldRegions)
+		r.Fail(ErrMalformed, "%d %s and %d %s", len(indices), fieldIndices, len(g.Regions), fieldRegions)
+		return
 	}
 	for i, t := range indices {
 		g.Regions[i].Tensor = t
 	}
-	return nil
 }
 
-func (r *reader) indices() ([]int, error) {
-	n, err := r.array(MaxTensors, 1)
-	if err != nil {
-		return nil, err
-	}
-	v := make([]int, n)
+func (r *reader) indices() []int {
+	v := make([]int, r.Array(MaxTensors, 1))
 	for i := range v {
-		t, err := r.size(MaxTensors - 1)
-		if err != nil {
-			return nil, err
-		}
-		v[i] = int(t)
+		v[i] = int(r.Size(MaxTensors - 1))
 	}
-	return v, nil
+	return v
 }
 
-func (r *reader) regions() ([]Region, error) {
-	n, err := r.array(MaxTensors, 4)
-	if err != nil {
-		return nil, err
-	}
-	v := make([]Region, n)
+func (r *reader) regions() []Region {
+	v := make([]Region, r.Array(MaxTensors, 4))
 	for i := range v {
-		if err := r.region(&v[i]); err != nil {
-			return nil, err
-		}
+		r.region(&v[i])
 	}
-	return v, nil
+	return v
 }
 
 // region reads [address, bytes, device] and, if there is a fourth element, passes over it.
-func (r *reader) region(v *Region) error {
-	at := *r
-	n, err := r.array(4, 1)
-	if err != nil {
-		return err
-	}
+func (r *reader) region(v *Region) {
+	at := r.Offset()
+	n := r.Array(4, 1)
 	if n < 3 {
-		return at.fail(ErrMalformed, "a region of %d numbers, want address, bytes and device", n)
+		r.FailAt(at, ErrMalformed, "a region of %d numbers, want address, bytes and device", n)
 	}
-	if v.Addr, err = r.uint(math.MaxUint64); err != nil {
-		return err
-	}
-	if v.Bytes, err = r.size(math.MaxInt64); err != nil {
-		return err
-	}
-	device, err := r.size(math.MaxInt32)
-	if err != nil {
-		return err
-	}
-	v.Device = int(device)
+	v.Addr = r.Uint(math.MaxUint64)
+	v.Bytes = r.Size(math.MaxInt64)
+	v.Device = int(r.Size(math.MaxInt32))
 	if n == 4 {
-		return r.skip()
+		r.Skip()
 	}
-	return nil
 }
 
-func (r *reader) specs() ([]Spec, error) {
-	n, err := r.array(MaxTensors, 1)
-	if err != nil || n == 0 {
-		return nil, err
+func (r *reader) specs() []Spec {
+	n := r.Array(MaxTensors, 1)
+	if n == 0 {
+		return nil
 	}
-	in := r.in()
+	outer := r.in(fieldSpecs)
 	specs := make([]Spec, n)
 	for i := range specs {
-		if err := in.spec(&specs[i]); err != nil {
-			return nil, err
-		}
+		r.spec(&specs[i])
 	}
-	r.leave(&in)
-	return specs, nil
+	r.Leave(outer)
+	return specs
 }
 
-func (r *reader) spec(s *Spec) error {
-	n, err := r.fields()
-	if err != nil {
-		return err
-	}
+func (r *reader) spec(s *Spec) {
 	s.Size = -1
 	var shape, dtype bool
-	for range n {
-		name, err := r.next()
-		if err != nil {
-			return err
-		}
+	for name := range r.Fields() {
 		switch string(name) {
 		case fieldShape:
-			s.Shape, err = r.shape()
+			s.Shape = r.shape()
 			shape = true
 		case fieldDType:
-			s.DType, err = r.dtype()
+			s.DType = r.dtype()
 			dtype = true
 		case fieldDevice:
-			s.Device, err = r.device()
+			s.Device = r.device()
 		case fieldSize:
-			s.Size, err = r.size(math.MaxInt64)
+			s.Size = r.Size(math.MaxInt64)
 		default:
-			err = r.skip()
-		}
-		if err != nil {
-			return err
+			r.Skip()
 		}
 	}
 	switch {
 	case !shape:
-		return r.missing(fieldShape)
+		r.Missing(fieldShape)
 	case !dtype:
-		return r.missing(fieldDType)
+		r.Missing(fieldDType)
 	case s.Size < 0:
-		return r.missing(fieldSize)
+		r.Missing(fieldSize)
 	}
-	return nil
 }
 
-func (r *reader) shape() (tensor.Shape, error) {
-	n, err := r.array(tensor.MaxRank, 1)
-	if err != nil {
-		return nil, err
-	}
-	s := make(tensor.Shape, n)
+func (r *reader) shape() tensor.Shape {
+	s := make(tensor.Shape, r.Array(tensor.MaxRank, 1))
 	for i := range s {
-		if s[i], err = r.size(math.MaxInt64); err != nil {
-			return nil, err
-		}
+		s[i] = r.Size(math.MaxInt64)
 	}
-	return s, nil
+	return s
 }
 
-func (r *reader) dtype() (tensor.DType, error) {
-	at := *r
-	s, err := r.text(MaxID)
+func (r *reader) dtype() tensor.DType {
+	at := r.Offset()
+	d, err := tensor.ParseDType(r.Text(MaxID))
 	if err != nil {
-		return 0, err
+		r.refuse(at, err)
 	}
-	d, err := tensor.ParseDType(s)
-	if err != nil {
-		return 0, at.refuse(err)
-	}
-	return d, nil
+	return d
 }
 
 // device reads a device's name; nil is the CPU.
-func (r *reader) device() (tensor.Device, error) {
-	if r.null() {
-		return tensor.Device{}, nil
+func (r *reader) device() tensor.Device {
+	if r.Null() {
+		return tensor.Device{}
 	}
-	at := *r
-	s, err := r.text(MaxID)
+	at := r.Offset()
+	d, err := tensor.ParseDevice(r.Text(MaxID))
 	if err != nil {
-		return tensor.Device{}, err
+		r.refuse(at, err)
 	}
-	d, err := tensor.ParseDevice(s)
-	if err != nil {
-		return tensor.Device{}, at.refuse(err)
-	}
-	return d, nil
+	return d
 }
 
-func (r *reader) ferryMetadata() (*FerryMetadata, error) {
+func (r *reader) ferryMetadata() *FerryMetadata {
 	f := &FerryMetadata{V: ExtensionVersion}
-	n, err := r.fields()
-	if err != nil {
-		return nil, err
-	}
-	for range n {
-		name, err := r.next()
-		if err != nil {
-			return nil, err
-		}
+	for name := range r.Fields() {
 		switch string(name) {
 		case fieldV:
-			err = r.version()
+			r.version()
 		case fieldTry:
-			f.Try, err = r.uint(math.MaxUint64)
+			f.Try = r.Uint(math.MaxUint64)
 		case fieldNode:
-			f.Node, err = r.text(MaxNode)
+			f.Node = r.Text(MaxNode)
 		case fieldEpoch:
-			f.Epoch, err = r.uint(math.MaxUint64)
+			f.Epoch = r.Uint(math.MaxUint64)
 		case fieldLocal:
-			f.Local, err = r.text(MaxLocal)
+			f.Local = r.Text(MaxLocal)
 		case fieldLease:
-			f.LeaseMS, err = r.milliseconds()
+			f.LeaseMS = r.milliseconds()
 		case fieldSlot:
-			var slot uint64
-			slot, err = r.uint(math.MaxUint32)
-			f.Slot = uint32(slot)
+			f.Slot = uint32(r.Uint(math.MaxUint32))
 		case fieldGen:
-			f.Gen, err = r.uint(math.MaxUint64)
+			f.Gen = r.Uint(math.MaxUint64)
 		case fieldTop:
-			var top int64
-			top, err = r.int(0, int64(TopTuple))
-			f.Top = Top(top)
+			f.Top = Top(r.Int(0, int64(TopTuple)))
 		case fieldPlanes:
-			f.Planes, err = r.planes()
+			f.Planes = r.planes()
 		case fieldOffsets:
-			f.Offsets, err = r.offsets()
+			f.Offsets = r.offsets()
 		case fieldSum:
-			var u uint64
-			u, err = r.uint(math.MaxUint64)
+			u := r.Uint(math.MaxUint64)
 			f.Sum = &u
 		case fieldInline:
-			f.Inline, err = r.bin(MaxInline)
+			f.Inline = r.Bin(MaxInline)
 		default:
-			err = r.skip()
-		}
-		if err != nil {
-			return nil, err
+			r.Skip()
 		}
 	}
-	return f, nil
+	return f
 }
 
-func (r *reader) offsets() ([]int64, error) {
-	n, err := r.array(MaxTensors, 1)
-	if err != nil || n == 0 {
-		return nil, err
+func (r *reader) offsets() []int64 {
+	n := r.Array(MaxTensors, 1)
+	if n == 0 {
+		return nil
 	}
 	v := make([]int64, n)
 	for i := range v {
-		if v[i], err = r.size(math.MaxInt64); err != nil {
-			return nil, err
-		}
+		v[i] = r.Size(math.MaxInt64)
 	}
-	return v, nil
+	return v
 }
 
-func (r *reader) planes() ([]PlaneOffer, error) {
-	n, err := r.array(MaxPlanes, 1)
-	if err != nil || n == 0 {
-		return nil, err
+func (r *reader) planes() []PlaneOffer {
+	n := r.Array(MaxPlanes, 1)
+	if n == 0 {
+		return nil
 	}
-	in := r.in()
+	outer := r.in(fieldPlanes)
 	offers := make([]PlaneOffer, n)
 	for i := range offers {
-		if err := in.plane(&offers[i]); err != nil {
-			return nil, err
-		}
+		offers[i] = r.plane()
 	}
-	r.leave(&in)
-	return offers, nil
+	r.Leave(outer)
+	return offers
 }
 
-func (r *reader) plane(p *PlaneOffer) error {
-	n, err := r.fields()
-	if err != nil {
-		return err
-	}
+func (r *reader) plane() PlaneOffer {
 	var name, metadata, token []byte
-	for range n {
-		field, err := r.next()
-		if err != nil {
-			return err
-		}
+	for field := range r.Fields() {
 		switch string(field) {
 		case fieldName:
-			name, err = r.str(MaxPlaneName)
+			name = r.Str(MaxPlaneName)
 		case fieldMetadata:
-			metadata, err = r.bin(MaxPlaneMetadata)
+			metadata = r.Bin(MaxPlaneMetadata)
 		case fieldToken:
-			token, err = r.bin(MaxToken)
+			token = r.Bin(MaxToken)
 		default:
-			err = r.skip()
-		}
-		if err != nil {
-			return err
+			r.Skip()
 		}
 	}
 	if name == nil {
-		return r.missing(fieldName)
+		r.Missing(fieldName)
 	}
-	p.Name, p.Metadata, p.Token = string(name), copied(metadata), copied(token)
-	return nil
-}
-
-// copied is nil for nothing: a field that is left out and an empty one are the same.
-func copied(b []byte) []byte {
-	if len(b) == 0 {
-		return nil
-	}
-	return bytes.Clone(b)
+	return PlaneOffer{Name: string(name), Metadata: copied(metadata), Token: copied(token)}
 }

@@ -3,8 +3,9 @@ package wire
 import (
 	"math"
 
-	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tinylib/msgp/msgp"
+
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // DecodeObject reads what the peers' serializer, or AppendObject, wrote. Maps that the peers would turn into their own objects stay
@@ -19,15 +20,16 @@ func DecodeObject(b []byte) (tensor.Node, error) { return decodeValue(b, false) 
 func DecodeSkeleton(b []byte) (tensor.Node, error) { return decodeValue(b, true) }
 
 func decodeValue(b []byte, skeleton bool) (tensor.Node, error) {
-	d := decoder{reader: newReader(b), skeleton: skeleton, left: tensor.MaxNodes}
+	d := decoder{reader: newReader(b, 0), skeleton: skeleton, left: tensor.MaxNodes}
 	if len(b) > 1 && b[0] == pickleProto && b[1] >= 2 && b[1] <= 5 {
-		return nil, d.fail(ErrMalformed, "this looks like a Python pickle; none is ever read here")
+		d.Fail(ErrMalformed, "this looks like a Python pickle; none is ever read here")
 	}
-	n, err := d.node(0)
-	if err != nil {
+	n := d.node(0)
+	d.End()
+	if err := d.err(); err != nil {
 		return nil, err
 	}
-	return n, d.end()
+	return n, nil
 }
 
 // pickleProto is the first byte of a pickle of protocol 2 to 5 (the protocol is the second). In msgpack it is an empty map.
@@ -41,201 +43,142 @@ type decoder struct {
 }
 
 // node reads a value that is in depth maps, lists and tuples.
-func (d *decoder) node(depth int) (tensor.Node, error) {
-	switch msgp.NextType(d.rest) {
+func (d *decoder) node(depth int) tensor.Node {
+	switch d.Type() {
 	case msgp.NilType:
-		d.rest = d.rest[1:]
-		return tensor.Null{}, nil
+		d.Null()
+		return tensor.Null{}
 	case msgp.BoolType:
-		v, err := d.bool()
-		return tensor.Flag(v), err
+		return tensor.Flag(d.Bool())
 	case msgp.IntType, msgp.UintType:
-		return d.integer()
-	case msgp.Float32Type:
-		v, rest, err := msgp.ReadFloat32Bytes(d.rest)
-		if err != nil {
-			return nil, d.wrong("a float", err)
+		u, below := d.Integer()
+		if !below && u > math.MaxInt64 {
+			return tensor.Uint(u)
 		}
-		d.rest = rest
-		return tensor.Float(v), nil
-	case msgp.Float64Type:
-		v, rest, err := msgp.ReadFloat64Bytes(d.rest)
-		if err != nil {
-			return nil, d.wrong("a float", err)
-		}
-		d.rest = rest
-		return tensor.Float(v), nil
+		return tensor.Int(int64(u))
+	case msgp.Float32Type, msgp.Float64Type:
+		return tensor.Float(d.Float())
 	case msgp.StrType:
-		v, err := d.text(math.MaxInt)
-		return tensor.String(v), err
+		return tensor.String(d.Text(math.MaxInt))
 	case msgp.BinType:
-		v, err := d.bin(math.MaxInt)
-		return tensor.Bytes(v), err
+		return tensor.Bytes(d.Bin(math.MaxInt))
 	case msgp.ArrayType:
-		v, err := d.list(depth, false)
-		return tensor.List(v), err
+		return tensor.List(d.list(depth, false))
 	case msgp.MapType:
 		return d.entries(depth)
 	}
-	return d.ext()
-}
-
-func (d *decoder) integer() (tensor.Node, error) {
-	if u, rest, err := msgp.ReadUint64Bytes(d.rest); err == nil {
-		d.rest = rest
-		if u > math.MaxInt64 {
-			return tensor.Uint(u), nil
-		}
-		return tensor.Int(u), nil
-	}
-	i, err := d.int(math.MinInt64, math.MaxInt64)
-	return tensor.Int(i), err
-}
-
-// ext reads an extension value: msgp knows some types of them by name.
-func (d *decoder) ext() (tensor.Node, error) {
-	n, ok := leafSize(d.rest)
-	if !ok {
-		return nil, d.fail(ErrMalformed, "no msgpack value begins with this byte")
-	}
-	if n > uint64(len(d.rest)) {
-		return nil, d.truncated()
-	}
-	head := 1 // of the type
-	if c := d.rest[0]; c >= 0xc7 && c <= 0xc9 {
-		head += 1 << (c - 0xc7)
-	}
-	v := tensor.Ext{Type: int8(d.rest[head]), Data: d.rest[head+1 : n : n]}
-	d.rest = d.rest[n:]
-	return v, nil
+	kind, data := d.Ext()
+	return tensor.Ext{Type: kind, Data: data}
 }
 
 // take counts n values before memory is made for them. Each takes at least a byte of what is left.
-func (d *decoder) take(n uint64) error {
-	if n > uint64(len(d.rest)) {
-		return d.truncated()
-	}
-	if n > uint64(d.left) {
-		return d.fail(ErrLimit, "more than %d values", tensor.MaxNodes)
+func (d *decoder) take(n uint64) int {
+	switch {
+	case n > uint64(d.Left()):
+		d.Truncated()
+		return 0
+	case n > uint64(d.left):
+		d.Fail(ErrLimit, "more than %d values", tensor.MaxNodes)
+		return 0
 	}
 	d.left -= int(n)
-	return nil
+	return int(n)
 }
 
 // list reads an array. The list of a shape is in a tensor's map and no level of the tree.
-func (d *decoder) list(depth int, shape bool) ([]tensor.Node, error) {
+func (d *decoder) list(depth int, shape bool) []tensor.Node {
 	if depth >= tensor.MaxDepth && !shape {
-		return nil, d.fail(ErrLimit, "nested deeper than %d", tensor.MaxDepth)
+		d.Fail(ErrLimit, "nested deeper than %d", tensor.MaxDepth)
 	}
-	n, rest, err := msgp.ReadArrayHeaderBytes(d.rest)
-	if err != nil {
-		return nil, d.wrong("an array", err)
-	}
-	d.rest = rest
-	if err := d.take(uint64(n)); err != nil {
-		return nil, err
-	}
-	v := make([]tensor.Node, n)
+	v := make([]tensor.Node, d.take(uint64(d.ArrayHeader())))
 	for i := range v {
-		if v[i], err = d.node(depth + 1); err != nil {
-			return nil, err
+		if v[i] = d.node(depth + 1); !d.OK() {
+			return nil
 		}
 	}
-	return v, nil
+	return v
 }
 
 // entries reads a map, or what it stands for.
-func (d *decoder) entries(depth int) (tensor.Node, error) {
-	at := *d
-	n, rest, err := msgp.ReadMapHeaderBytes(d.rest)
-	if err != nil {
-		return nil, d.wrong("a map", err)
-	}
-	d.rest = rest
-	if err := d.take(2 * uint64(n)); err != nil {
-		return nil, err
-	}
+func (d *decoder) entries(depth int) tensor.Node {
+	at := d.Offset()
+	n := d.take(2*uint64(d.MapHeader())) / 2
 	// At the last level a map may still be a tensor, an array or an image: those have no level below.
 	if depth > tensor.MaxDepth || depth == tensor.MaxDepth && n < 4 && !d.skeleton {
-		return nil, at.fail(ErrLimit, "nested deeper than %d", tensor.MaxDepth)
+		d.FailAt(at, ErrLimit, "nested deeper than %d", tensor.MaxDepth)
 	}
 	m := make(tensor.Map, n)
 	for i := range m {
-		key, err := d.key()
-		if err != nil {
-			return nil, err
-		}
-		m[i].Key = key
-		name, _ := key.(tensor.String)
-		if m[i].Value, err = d.value(depth, name, n == 1); err != nil {
-			return nil, err
+		m[i].Key = d.key()
+		name, _ := m[i].Key.(tensor.String)
+		if m[i].Value = d.value(depth, name, n == 1); !d.OK() {
+			return nil
 		}
 	}
 	if d.skeleton && n == 1 {
-		if v, err := at.stands(m[0]); v != nil || err != nil {
-			return v, err
+		if v := d.stands(at, m[0]); v != nil {
+			return v
 		}
 	}
 	if mark := marked(m); mark != "" {
-		return at.marked(m, mark)
+		return d.marked(at, m, mark)
 	}
 	if depth == tensor.MaxDepth {
-		return nil, at.fail(ErrLimit, "nested deeper than %d", tensor.MaxDepth)
+		d.FailAt(at, ErrLimit, "nested deeper than %d", tensor.MaxDepth)
 	}
 	if err := m.CheckKeys(); err != nil {
-		return nil, at.refuse(err)
+		d.refuse(at, err)
 	}
-	return m, nil
+	return m
 }
 
 // key reads a map's key, which is a scalar.
-func (d *decoder) key() (tensor.Node, error) {
-	switch msgp.NextType(d.rest) {
+func (d *decoder) key() tensor.Node {
+	switch d.Type() {
 	case msgp.NilType, msgp.BoolType, msgp.IntType, msgp.UintType, msgp.Float32Type, msgp.Float64Type, msgp.StrType, msgp.BinType:
 		return d.node(0) // no level of the tree
 	}
-	if len(d.rest) == 0 {
-		return nil, d.truncated()
+	if d.Left() == 0 {
+		d.Truncated()
 	}
-	return nil, d.fail(ErrMalformed, "a key that is no scalar")
+	d.Fail(ErrMalformed, "a key that is no scalar")
+	return nil
 }
 
 // value reads the value of a key in a map at depth. A tuple's list is the tuple: it is not a level below its map.
-func (d *decoder) value(depth int, key tensor.String, only bool) (tensor.Node, error) {
-	if msgp.NextType(d.rest) == msgp.ArrayType {
+func (d *decoder) value(depth int, key tensor.String, only bool) tensor.Node {
+	if d.Type() == msgp.ArrayType {
 		switch {
 		case d.skeleton && only && key == markTuple:
-			v, err := d.list(depth, false)
-			return tensor.Tuple(v), err
+			return tensor.Tuple(d.list(depth, false))
 		case depth == tensor.MaxDepth && key == fieldShape:
-			v, err := d.list(depth, true)
-			return tensor.List(v), err
+			return tensor.List(d.list(depth, true))
 		}
 	}
 	return d.node(depth + 1)
 }
 
-// stands gives the leaf or tuple that the only entry of a map makes it, nil if it is none. d is where the map begins.
-func (d *decoder) stands(e tensor.Entry) (tensor.Node, error) {
+// stands gives the leaf or tuple that the only entry of a map makes it, nil if it is none. at is where the map begins.
+func (d *decoder) stands(at int, e tensor.Entry) tensor.Node {
 	switch k, _ := e.Key.(tensor.String); k {
 	case markLeaf:
 		i, ok := e.Value.(tensor.Int)
 		if !ok || i < 0 || i >= MaxTensors {
-			return nil, d.fail(ErrMalformed, "a leaf whose index is no integer from 0 to %d", MaxTensors-1)
+			d.FailAt(at, ErrMalformed, "a leaf whose index is no integer from 0 to %d", MaxTensors-1)
 		}
-		return tensor.Leaf(i), nil
+		return tensor.Leaf(i)
 	case markTuple:
 		v, ok := e.Value.(tensor.Tuple)
 		if !ok {
-			return nil, d.fail(ErrMalformed, "a tuple without a list")
+			d.FailAt(at, ErrMalformed, "a tuple without a list")
 		}
-		return v, nil
+		return v
 	}
-	return nil, nil
+	return nil
 }
 
-// marked makes the tensor, array or image of a map. d is where the map begins.
-func (d *decoder) marked(m tensor.Map, mark string) (tensor.Node, error) {
+// marked makes the tensor, array or image of a map, nil after a fault. at is where the map begins.
+func (d *decoder) marked(at int, m tensor.Map, mark string) tensor.Node {
 	field := fieldDType
 	if mark == markImage {
 		field = fieldMode
@@ -244,16 +187,19 @@ func (d *decoder) marked(m tensor.Map, mark string) (tensor.Node, error) {
 	list, ok2 := m.Get(fieldShape).(tensor.List)
 	data, ok3 := m.Get(fieldData).(tensor.Bytes)
 	if !ok1 || !ok2 || !ok3 || len(m) != 4 {
-		return nil, d.fail(ErrMalformed, "a map with %s has to have just %s, %s and %s", mark, field, fieldShape, fieldData)
+		d.FailAt(at, ErrMalformed, "a map with %s has to have just %s, %s and %s", mark, field, fieldShape, fieldData)
+		return nil
 	}
 	if len(list) > tensor.MaxRank {
-		return nil, d.fail(ErrLimit, "%d dimensions, limit %d", len(list), tensor.MaxRank)
+		d.FailAt(at, ErrLimit, "%d dimensions, limit %d", len(list), tensor.MaxRank)
+		return nil
 	}
 	shape := make(tensor.Shape, len(list))
 	for i, n := range list {
 		dim, ok := n.(tensor.Int)
 		if !ok || dim < 0 {
-			return nil, d.fail(ErrMalformed, "%s: dimension %d is no integer from 0 up", mark, i)
+			d.FailAt(at, ErrMalformed, "%s: dimension %d is no integer from 0 up", mark, i)
+			return nil
 		}
 		shape[i] = int64(dim)
 	}
@@ -270,9 +216,10 @@ func (d *decoder) marked(m tensor.Map, mark string) (tensor.Node, error) {
 		n, err = p, p.Check()
 	}
 	if err != nil {
-		return nil, d.refuse(err)
+		d.refuse(at, err)
+		return nil
 	}
-	return n, nil
+	return n
 }
 
 // newTensor is a view over data.

@@ -6,26 +6,15 @@ func PeekClaim(b []byte) (generation, claim ID) {
 	if len(b) > MaxReply {
 		return ID{}, ID{}
 	}
-	r := newReader(b)
-	n, err := r.fields()
-	if err != nil {
-		return ID{}, ID{}
-	}
-	for range n {
-		name, err := r.next()
-		if err != nil {
-			break
-		}
+	r := newReader(b, 0)
+	for name := range r.Fields() {
 		switch string(name) {
 		case fieldGeneration:
-			generation, err = r.id()
+			generation = r.id()
 		case fieldClaim:
-			claim, err = r.claim()
+			claim = r.claim()
 		default:
-			err = r.skip()
-		}
-		if err != nil {
-			break
+			r.Skip()
 		}
 	}
 	return generation, claim

@@ -42,7 +42,7 @@ func DecodeReply(b []byte) (*Reply, error) {
 		return &Reply{Status: GeometryMismatch}, nil
 	}
 	if body, ok := bytes.CutPrefix(b, []byte(prefixAnswer)); ok {
-		r := reader{buf: body, rest: body, base: len(prefixAnswer)}
+		r := newReader(body, len(prefixAnswer))
 		return r.answer()
 	}
 	m, err := DecodeMetadata(b)
@@ -57,42 +57,30 @@ func DecodeReply(b []byte) (*Reply, error) {
 }
 
 func (r *reader) answer() (*Reply, error) {
-	if len(r.buf) > MaxRequest {
-		return nil, r.fail(ErrLimit, "an answer of %d bytes, limit %d", len(r.buf), MaxRequest)
-	}
-	n, err := r.fields()
-	if err != nil {
-		return nil, err
+	if r.Left() > MaxRequest {
+		r.Fail(ErrLimit, "an answer of %d bytes, limit %d", r.Left(), MaxRequest)
 	}
 	a := &Reply{}
-	for range n {
-		name, err := r.next()
-		if err != nil {
-			return nil, err
-		}
+	for name := range r.Fields() {
 		switch string(name) {
 		case fieldV:
-			err = r.version()
+			r.version()
 		case fieldTry:
-			a.Try, err = r.uint(math.MaxUint64)
+			a.Try = r.Uint(math.MaxUint64)
 		case fieldStatus:
-			var s int64
-			s, err = r.int(int64(NotFound), int64(Closing))
-			a.Status = Status(s)
+			a.Status = Status(r.Int(int64(NotFound), int64(Closing)))
 		case fieldReason:
-			a.Reason, err = r.text(MaxReason)
+			a.Reason = r.Text(MaxReason)
 		default:
-			err = r.skip()
-		}
-		if err != nil {
-			return nil, err
+			r.Skip()
 		}
 	}
-	if err := r.end(); err != nil {
-		return nil, err
-	}
+	r.End()
 	if a.Status == 0 {
-		return nil, r.missing(fieldStatus)
+		r.Missing(fieldStatus)
+	}
+	if err := r.err(); err != nil {
+		return nil, err
 	}
 	return a, nil
 }

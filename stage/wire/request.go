@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"math"
 	"slices"
-	"time"
 
 	"github.com/tinylib/msgp/msgp"
 )
@@ -35,12 +34,13 @@ func AppendRequest(b []byte, q *Request) []byte {
 // is a Request with Op Unknown, no error: it is answered with NotFound. What is malformed gets no answer. Errors are *FrameError.
 func DecodeRequest(b []byte) (*Request, error) {
 	if len(b) > MaxRequest {
-		r := newReader(b)
-		return nil, r.fail(ErrLimit, "a request of %d bytes, limit %d", len(b), MaxRequest)
+		r := newReader(b, 0)
+		r.Fail(ErrLimit, "a request of %d bytes, limit %d", len(b), MaxRequest)
+		return nil, r.err()
 	}
 	for op := Get; int(op) < len(opPrefixes); op++ {
 		if body, ok := bytes.CutPrefix(b, []byte(opPrefixes[op])); ok {
-			r := reader{buf: body, rest: body, base: len(opPrefixes[op])}
+			r := newReader(body, len(opPrefixes[op]))
 			return r.request(op)
 		}
 	}
@@ -48,131 +48,123 @@ func DecodeRequest(b []byte) (*Request, error) {
 }
 
 func (r *reader) request(op Op) (*Request, error) {
-	n, err := r.fields()
-	if err != nil {
-		return nil, err
-	}
 	q := &Request{Op: op}
 	var ferry reader
 	named := false
-	for range n {
-		name, err := r.next()
-		if err != nil {
-			return nil, err
-		}
+	for name := range r.Fields() {
 		switch string(name) {
 		case fieldKey:
-			q.Key, named, err = r.key()
+			q.Key, named = r.key()
 		case fieldGeneration:
-			q.Generation, err = r.id()
+			q.Generation = r.id()
 		case fieldClaim:
-			q.Claim, err = r.claim()
+			q.Claim = r.claim()
 		case fieldFerry:
-			ferry, err = r.raw()
+			ferry = r.ferry()
 		default:
-			err = r.skip()
-		}
-		if err != nil {
-			return nil, err
+			r.Skip()
 		}
 	}
-	if err := r.end(); err != nil {
+	r.End()
+	if err := r.err(); err != nil {
 		return nil, err
 	}
 	if !named {
 		q.Claim = ID{}
 	}
 	if ferry.ours() {
-		q.Ferry, err = ferry.ferryRequest()
+		q.Ferry = ferry.ferryRequest()
 	}
-	return q, err
+	if err := ferry.err(); err != nil {
+		return nil, err
+	}
+	return q, nil
 }
 
-// key reads a key. One that is no string, but could be the key of a Python dict, names nothing: not named, no error.
-func (r *reader) key() (key string, named bool, err error) {
-	switch msgp.NextType(r.rest) {
+// key reads a key. One that is no string, but could be the key of a Python dict, names nothing: not named, no fault.
+func (r *reader) key() (key string, named bool) {
+	switch r.Type() {
 	case msgp.ArrayType, msgp.MapType:
-		return "", false, r.fail(ErrMalformed, "a key that is no string")
+		r.Fail(ErrMalformed, "a key that is no string")
 	case msgp.StrType:
-		key, err = r.text(MaxKey)
-		return key, true, err
+		return r.Text(MaxKey), true
 	}
-	return "", false, r.skip()
+	r.Skip()
+	return "", false
 }
 
 // claim reads a claim's id. What Python takes for false is none.
-func (r *reader) claim() (ID, error) {
-	if msgp.NextType(r.rest) == msgp.BoolType {
-		at := *r
-		if yes, err := r.bool(); err != nil || yes {
-			return ID{}, at.fail(ErrMalformed, "a claim's id that is a boolean")
+func (r *reader) claim() ID {
+	if at := r.Offset(); r.Type() == msgp.BoolType {
+		if r.Bool() {
+			r.FailAt(at, ErrMalformed, "a claim's id that is a boolean")
 		}
-		return ID{}, nil
+		return ID{}
 	}
-	id, err := r.id()
+	id := r.id()
 	if id.empty() {
-		id = ID{}
+		return ID{}
 	}
-	return id, err
+	return id
 }
 
-func (r *reader) ferryRequest() (*FerryRequest, error) {
-	f := &FerryRequest{V: ExtensionVersion}
-	n, err := r.fields()
-	if err != nil {
-		return nil, err
+// ferry takes the value of a `ferry` field aside, which is read if it is ours.
+func (r *reader) ferry() reader { return reader{r.Raw(fieldFerry + ".")} }
+
+// ours is true for a `ferry` value that is a map of our version. Anything else there is a plain peer's, or a newer node's, and
+// does not count.
+func (r reader) ours() bool {
+	if r.Type() != msgp.MapType {
+		return false
 	}
-	for range n {
-		name, err := r.next()
-		if err != nil {
-			return nil, err
+	for name := range r.Fields() {
+		if string(name) == fieldV {
+			return r.Int(math.MinInt64, math.MaxInt64) == ExtensionVersion
 		}
+		r.Skip()
+	}
+	return false
+}
+
+func (r *reader) ferryRequest() *FerryRequest {
+	f := &FerryRequest{V: ExtensionVersion}
+	for name := range r.Fields() {
 		switch string(name) {
 		case fieldV:
-			err = r.version()
+			r.version()
 		case fieldTry:
-			f.Try, err = r.uint(math.MaxUint64)
+			f.Try = r.Uint(math.MaxUint64)
 		case fieldNode:
-			f.Node, err = r.text(MaxNode)
+			f.Node = r.Text(MaxNode)
 		case fieldEpoch:
-			f.Epoch, err = r.uint(math.MaxUint64)
+			f.Epoch = r.Uint(math.MaxUint64)
 		case fieldPlanes:
-			f.Planes, err = r.planeNames()
+			f.Planes = r.planeNames()
 		case fieldInline:
-			f.Inline, err = r.size(math.MaxInt64)
+			f.Inline = r.Size(math.MaxInt64)
 		case fieldSum:
-			f.Sum, err = r.bool()
+			f.Sum = r.Bool()
 		case fieldWait:
-			f.WaitMS, err = r.milliseconds()
+			f.WaitMS = r.milliseconds()
 		case fieldReason:
-			f.Reason, err = r.text(MaxReason)
+			f.Reason = r.Text(MaxReason)
 		default:
-			err = r.skip()
-		}
-		if err != nil {
-			return nil, err
+			r.Skip()
 		}
 	}
-	return f, nil
+	return f
 }
 
-func (r *reader) planeNames() ([]string, error) {
-	n, err := r.array(MaxPlanes, 1)
-	if err != nil || n == 0 {
-		return nil, err
+func (r *reader) planeNames() []string {
+	n := r.Array(MaxPlanes, 1)
+	if n == 0 {
+		return nil
 	}
 	names := make([]string, n)
 	for i := range names {
-		if names[i], err = r.text(MaxPlaneName); err != nil {
-			return nil, err
-		}
+		names[i] = r.Text(MaxPlaneName)
 	}
-	return names, nil
-}
-
-// milliseconds reads a time that fits a time.Duration.
-func (r *reader) milliseconds() (int64, error) {
-	return r.size(math.MaxInt64 / int64(time.Millisecond))
+	return names
 }
 
 func appendFerryRequest(b []byte, f *FerryRequest) []byte {
@@ -207,32 +199,6 @@ func (f *FerryRequest) room() int {
 		n += 5 + len(p)
 	}
 	return n
-}
-
-// ours is true for a `ferry` value that is a map of our version. Anything else there is a plain peer's, or a newer node's, and
-// does not count.
-func (r reader) ours() bool {
-	if len(r.buf) == 0 || msgp.NextType(r.buf) != msgp.MapType {
-		return false
-	}
-	n, err := r.fields()
-	if err != nil {
-		return false
-	}
-	for range n {
-		name, err := r.next()
-		if err != nil {
-			return false
-		}
-		if string(name) == fieldV {
-			v, err := r.int(math.MinInt64, math.MaxInt64)
-			return err == nil && v == ExtensionVersion
-		}
-		if r.skip() != nil {
-			return false
-		}
-	}
-	return false
 }
 
 func count(present ...bool) (n uint32) {
