@@ -1,0 +1,56 @@
+// Package nixltest is for tests that kill or stop a reader of memory that NIXL serves. UCX now and then ends a process whose reader is
+// gone (seen over tcp with NIXL 1.3.2 and 1.5.1), be it an agent of this module or a real peer. Such a test has to bear that, and nothing else.
+package nixltest
+
+import (
+	"bytes"
+	"fmt"
+	"regexp"
+	"testing"
+)
+
+// ucxEnd is a line by which UCX says that it ends its process, before it calls abort. Seen: "ucp_request.inl:319 Fatal: unexpected error:
+// Endpoint timeout" and "stubs.c:107 Assertion `0' failed".
+var ucxEnd = regexp.MustCompile(`\[\S+:\d+:\d+:\d+\]\s+\w+\.(c|h|inl):\d+\s+(Fatal: |Assertion ).*`)
+
+// ucxCrash is the line of UCX's handler of signals that end a process.
+var ucxCrash = regexp.MustCompile(`\[\S+:\d+:\d+:\d+\]\s+Caught signal \d+ \(.*`)
+
+// EndedByUCX says of a process that is gone that UCX ended it, by what it printed. It ends the test if UCX did not say so: then something
+// else did. name is for the report.
+func EndedByUCX(t testing.TB, name string, printed []byte) bool {
+	t.Helper()
+	return said(t, name, printed, ucxEnd)
+}
+
+// CrashedInUCX is EndedByUCX, also for a process that crashed while UCX's handler of signals was in force: for real peers only, whose own
+// code and whose libraries it does not tell apart. Agents of this module have no such handler.
+func CrashedInUCX(t testing.TB, name string, printed []byte) bool {
+	t.Helper()
+	return said(t, name, printed, ucxEnd, ucxCrash)
+}
+
+func said(t testing.TB, name string, printed []byte, lines ...*regexp.Regexp) bool {
+	t.Helper()
+	for _, l := range lines {
+		if line := l.Find(printed); line != nil {
+			t.Logf("UCX ended %s, as it may: %s", name, line)
+			return true
+		}
+	}
+	t.Fatalf("%s ended, and UCX does not say that it ended it; its end:\n%s", name, printed[max(0, len(printed)-4000):])
+	return false
+}
+
+// AgentSaid gives what an agent process printed, and how it died, out of the text log of the plane that had it. It is whole when died is true.
+func AgentSaid(log []byte, pid int) (said []byte, died bool) {
+	its := fmt.Appendf(nil, " pid=%d ", pid)
+	for line := range bytes.Lines(log) {
+		if !bytes.Contains(line, its) {
+			continue
+		}
+		said = append(said, line...)
+		died = died || bytes.Contains(line, []byte("an agent process died"))
+	}
+	return said, died
+}
