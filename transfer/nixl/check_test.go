@@ -84,7 +84,7 @@ func TestACheckFailsWhileTheFetchAgentIsStopped(t *testing.T) {
 	c := NewChecker(p)
 	must(t, c.Check(t.Context()))
 	fetch := p.fetchPID()
-	must(t, unix.Kill(fetch, unix.SIGSTOP))
+	stop(t, fetch)
 	brief, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
 	wantErr(t, "stopped", c.Check(brief), context.DeadlineExceeded)

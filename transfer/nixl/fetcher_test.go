@@ -303,7 +303,7 @@ func TestAPeerThatEndsTheAgentHoldsNobodyElseUp(t *testing.T) {
 	g, e := add(t, p, good.Metadata()), add(t, p, evil.Metadata())
 	must(t, pull(t, g, d.Bytes))
 	must(t, pull(t, e, d.Bytes))
-	must(t, unix.Kill(evil.pid(), unix.SIGSTOP)) // its READs stay in flight
+	stop(t, evil.pid()) // its READs stay in flight
 	defer func() { _ = unix.Kill(evil.pid(), unix.SIGKILL) }()
 	serve, aborts := good.pid(), uint64(0)
 	refused := 0

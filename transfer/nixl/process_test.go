@@ -10,7 +10,9 @@ import (
 	"log/slog"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -41,6 +43,20 @@ func (p *Plane) fetchPID() int {
 }
 
 func gone(pid int) bool { return errors.Is(unix.Kill(pid, 0), unix.ESRCH) }
+
+// stop stops a process. The signal alone does not wait for its threads, each of which goes on for a moment.
+func stop(t *testing.T, pid int) {
+	t.Helper()
+	must(t, unix.Kill(pid, unix.SIGSTOP))
+	transfertest.Eventually(t, "all threads to be stopped", func() bool {
+		tasks, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", pid))
+		must(t, err)
+		return !slices.ContainsFunc(tasks, func(task string) bool {
+			text, err := os.ReadFile(task)
+			return err == nil && !bytes.Contains(text, []byte(") T "))
+		})
+	})
+}
 
 // planeLog is what a plane logs.
 type planeLog struct {
@@ -239,7 +255,7 @@ func TestClosingAPeerEndsReadsOfAStoppedProcess(t *testing.T) {
 	must(t, pull(t, c, d.Bytes))
 	clear(d.Bytes)
 	serve := reg.pid()
-	must(t, unix.Kill(serve, unix.SIGSTOP))
+	stop(t, serve)
 	rd, err := c.Read(t.Context(), transfer.ReadRequest{Remote: []region.Span{{Length: n}}, Local: [][]byte{d.Bytes}})
 	must(t, err)
 	select {
