@@ -70,9 +70,11 @@ func StatsOp() Op { return Op{op: api.Op{Kind: api.OpStats}} }
 // When the connection is lost under it, the batch is carried out again on the next one, as if it had not been before: what was
 // reserved or mapped the first time is free again, what was committed or released stays so. Only a Hold can be taken twice, which
 // ends with its lease. An error means that no connection came in time (ErrDisconnected), the client is over (ErrClosed) or ctx
-// ended: then nothing that was reserved or mapped here stays so, and whether the rest was carried out is not known.
+// ended, before the call or during it: then nothing that was reserved or mapped here stays so, what was to be committed or discarded or
+// released here is over, and whether the rest was carried out is not known.
 func (c *Client) Batch(ctx context.Context, ops ...Op) ([]OpResult, error) {
 	if err := ctx.Err(); err != nil {
+		drop(ops)
 		return nil, err
 	}
 	b := &batch{ops: ops, results: make([]OpResult, len(ops))}
@@ -102,6 +104,18 @@ func (c *Client) Batch(ctx context.Context, ops ...Op) ([]OpResult, error) {
 		}
 		if err := c.again(ctx, err); err != nil {
 			return nil, err
+		}
+	}
+}
+
+// drop ends what operations were to end, without waiting for the node.
+func drop(ops []Op) {
+	for i := range ops {
+		if r := ops[i].reservation; r != nil {
+			r.drop()
+		}
+		if m := ops[i].mapped; m != nil {
+			m.Release()
 		}
 	}
 }

@@ -269,12 +269,6 @@ func TestACommitThatIsGivenUpIsEndedEitherWay(t *testing.T) {
 	f.send(&api.Reply{ID: f.request().ID, Results: []api.Result{{Handle: 5, Info: &info}}})
 	r := <-reserved
 
-	ended, cancel := context.WithCancel(testContext(t))
-	cancel()
-	if err := r.Commit(ended); !errors.Is(err, context.Canceled) {
-		t.Fatal(err)
-	}
-	// Nothing was sent: the reservation is still there.
 	ctx, cancel := context.WithCancel(testContext(t))
 	committed := make(chan error, 1)
 	go func() { committed <- r.Commit(ctx) }()
@@ -290,6 +284,44 @@ func TestACommitThatIsGivenUpIsEndedEitherWay(t *testing.T) {
 	}
 	if err := r.Discard(testContext(t)); !errors.Is(err, ec.ErrStale) {
 		t.Errorf("%v", err)
+	}
+}
+
+// Who cleans up does so with the context that has just ended. What then stayed reserved or pinned would keep a key, and the memory of a node
+// that is gone, for as long as the engine lives.
+func TestWhatIsEndedWithAContextThatIsOverIsOver(t *testing.T) {
+	ended, cancel := context.WithCancel(testContext(t))
+	cancel()
+	for name, end := range map[string]func(c *Client, r *Reservation, m *Mapped) error{
+		"commit":  func(_ *Client, r *Reservation, m *Mapped) error { m.Release(); return r.Commit(ended) },
+		"discard": func(_ *Client, r *Reservation, m *Mapped) error { m.Release(); return r.Discard(ended) },
+		"batch": func(c *Client, r *Reservation, m *Mapped) error {
+			_, err := c.Batch(ended, ReleaseOp(m), CommitOp(r))
+			return err
+		},
+	} {
+		f := newFakeNode(t)
+		c := f.dial()
+		r := granted(f, func() (*Reservation, error) { return c.Reserve(testContext(t), "r", testSpec) }, api.Result{Handle: 5, Info: info("r", 1, 1)})
+		m := granted(f, func() (*Mapped, error) { return c.Map(testContext(t), "m") }, api.Result{Handle: 6, Info: info("m", 2, 2)})
+		if err := end(c, r, m); !errors.Is(err, context.Canceled) {
+			t.Errorf("%s: %v", name, err)
+		}
+		var ops []api.Op
+		for len(ops) < 2 {
+			ops = append(ops, f.request().Ops...)
+		}
+		if ops[0].Kind != api.OpRelease || ops[0].Handle != 6 || ops[1].Kind != api.OpDiscard || ops[1].Handle != 5 {
+			t.Errorf("%s: %+v", name, ops)
+		}
+		c.mu.Lock()
+		if c.mapping.uses != 0 || len(c.filled) != 0 || len(c.pinned) != 0 {
+			t.Errorf("%s: %d uses, %d reservations, %d pins are left", name, c.mapping.uses, len(c.filled), len(c.pinned))
+		}
+		c.mu.Unlock()
+		if err := r.Commit(testContext(t)); !errors.Is(err, ec.ErrStale) {
+			t.Errorf("%s: once more: %v", name, err)
+		}
 	}
 }
 

@@ -41,14 +41,14 @@ func (r *Reservation) Key() string { return r.key }
 func (r *Reservation) Buffers() [][]byte { return r.buffers }
 
 // Commit makes the entry ready: all bytes must be in place, and none is written after the call. ec.ErrStale if it is over already,
-// or the node was gone for so long that others could have the key. If ctx ends during the call, the entry is committed or, if the
-// connection is lost, discarded.
+// or the node was gone for so long that others could have the key. The reservation is over after the call, whatever the error: if ctx
+// ends during the call, or the connection is lost, the entry is committed or discarded; if it had ended before, it is discarded.
 func (r *Reservation) Commit(ctx context.Context) error {
 	_, err := r.c.one(ctx, CommitOp(r))
 	return err
 }
 
-// Discard gives the extent back: nothing may write it any more. ec.ErrStale if the reservation is over already.
+// Discard gives the extent back: nothing may write it any more, whatever the error. ec.ErrStale if the reservation is over already.
 func (r *Reservation) Discard(ctx context.Context) error {
 	_, err := r.c.one(ctx, DiscardOp(r))
 	return err
@@ -87,10 +87,6 @@ func (c *Client) Put(ctx context.Context, key string, s ec.Spec, data []byte) (h
 	}
 	if err := c.fill(r, data); err != nil {
 		return false, fmt.Errorf("put %q: %w", key, err)
-	}
-	if err := ctx.Err(); err != nil {
-		r.drop()
-		return false, err
 	}
 	return false, r.Commit(ctx)
 }
