@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"github.com/pebbe/zmq4"
+
+	"github.com/tensorferry/tensorferry/internal/sparselog"
 )
 
 // link is the state of a dealer's connection.
@@ -45,7 +47,7 @@ type Dealer struct {
 	meter     alarm // next look at what is on its way
 	fd        int   // of the connection, as the monitor reports it; 0: none
 	intake    intake
-	badLog    logLimit
+	badLog    sparselog.Cause
 }
 
 // Dial starts connecting to tcp://addr, "host:port" with an IPv6 host in brackets, and returns at once. An error here means that
@@ -268,7 +270,7 @@ func (d *Dealer) receive() (got int, more bool) {
 			l.mu.Lock()
 			d.badFrames++
 			l.mu.Unlock()
-			d.badLog.warn(l.opts.Log, `control: dropped messages that are not ["", payload]`, "peer", d.addr, "frames", parts)
+			d.badLog.Warn(l.opts.Log, `control: dropped messages that are not ["", payload]`, "peer", d.addr, "frames", parts)
 		}
 		if d.ended(l) {
 			return got, false

@@ -102,7 +102,7 @@ func (r *Router) countFlood(addr string) {
 	r.l.mu.Lock()
 	r.flooded++
 	r.l.mu.Unlock()
-	r.floodLog.warn(r.l.opts.Log, "control: cut off a peer that sends faster than it can be served, and dropped messages", "port", r.port, "peer", addr)
+	r.floodLog.Warn(r.l.opts.Log, "control: cut off a peer that sends faster than it can be served, and dropped messages", "port", r.port, "peer", addr)
 }
 
 // forgetFloods lets go of the ids whose connections have ended. It is called when nothing is left to receive.

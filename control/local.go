@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/tensorferry/tensorferry/internal/sparselog"
 )
 
 const (
@@ -61,7 +63,7 @@ type acceptor struct {
 	fd    int
 	idle  bool // not watched, until the alarm
 	alarm alarm
-	log   logLimit
+	log   sparselog.Cause
 }
 
 func (r *Router) newAcceptor() (*acceptor, error) {
@@ -143,7 +145,7 @@ func (a *acceptor) turn() bool {
 
 func (a *acceptor) pause(err error) {
 	l := a.r.l
-	a.log.warn(l.opts.Log, "control: local connections could not be accepted", "port", a.r.port, "error", err)
+	a.log.Warn(l.opts.Log, "control: local connections could not be accepted", "port", a.r.port, "error", err)
 	l.alarms.set(&a.alarm, time.Now().Add(acceptPause))
 	l.mu.Lock()
 	a.ready = false
@@ -179,7 +181,7 @@ func (r *Router) turnAway(err error) {
 	r.l.mu.Lock()
 	r.turnedAway++
 	r.l.mu.Unlock()
-	r.local.log.warn(r.l.opts.Log, "control: turned away a local peer", "port", r.port, "error", err)
+	r.local.log.Warn(r.l.opts.Log, "control: turned away a local peer", "port", r.port, "error", err)
 }
 
 // TurnedAway counts connections that were closed at once: one too many, or a local one of another user.
@@ -230,7 +232,7 @@ func (p *localPeer) lost(err error) {
 		r.l.mu.Lock()
 		r.badFrames++
 		r.l.mu.Unlock()
-		r.badLog.warn(r.l.opts.Log, "control: ended a local connection", "port", r.port, "error", err)
+		r.badLog.Warn(r.l.opts.Log, "control: ended a local connection", "port", r.port, "error", err)
 	}
 	if p.sent && r.left != nil && !r.ended(r.l) {
 		r.left.Left(p.src)

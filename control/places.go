@@ -36,6 +36,6 @@ func (r *Router) accepted(fd int) {
 	r.l.mu.Lock()
 	r.turnedAway++
 	r.l.mu.Unlock()
-	r.placeLog.warn(r.l.opts.Log, "control: turned away a peer: too many are connected; more descriptors allow for more (ulimit -n, LimitNOFILE=)",
+	r.placeLog.Warn(r.l.opts.Log, "control: turned away a peer: too many are connected; more descriptors allow for more (ulimit -n, LimitNOFILE=)",
 		"port", r.port, "peer", addr, "connected", len(r.conns))
 }

@@ -4,12 +4,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"strconv"
 	"strings"
 	"syscall"
 	"time"
 
 	"github.com/pebbe/zmq4"
+
+	"github.com/tensorferry/tensorferry/internal/sparselog"
 )
 
 const (
@@ -38,7 +41,7 @@ type Router struct {
 	flooded, stalled                 uint64
 	locals                           map[string]*localPeer // by id; only the owner writes it
 	turnedAway                       uint64
-	budgetLog                        logLimit
+	budgetLog                        sparselog.Cause
 
 	// Owner only.
 	s          *socket
@@ -51,15 +54,15 @@ type Router struct {
 	alarm      alarm
 	conns      map[int]*conn   // by descriptor, as the monitor reports them
 	floods     map[string]bool // ids of peers that were cut off, while messages of theirs may come
-	badLog     logLimit
+	badLog     sparselog.Cause
 	owing      []*peer // something may wait for them in the kernel
 	look       alarm   // next look at those
 	meter      alarm   // next look at what is on its way by each connection
 	places     places
-	floodLog   logLimit
-	stallLog   logLimit
-	placeLog   logLimit
-	refusedLog logLimit
+	floodLog   sparselog.Cause
+	stallLog   sparselog.Cause
+	placeLog   sparselog.Cause
+	refusedLog sparselog.Cause
 }
 
 // conn is a connection. The monitor knows it by its descriptor only, and a message says by which descriptor it came. If connections
@@ -307,7 +310,7 @@ func (r *Router) deliver(parts int) {
 		r.l.mu.Lock()
 		r.badFrames++
 		r.l.mu.Unlock()
-		r.badLog.warn(r.l.opts.Log, `control: dropped messages that are not ["", payload]`, "port", r.port, "frames", parts-1, "peer", in.peer())
+		r.badLog.Warn(r.l.opts.Log, `control: dropped messages that are not ["", payload]`, "port", r.port, "frames", parts-1, "peer", in.peer())
 		return
 	}
 	p := r.peers[string(in.part(0))]
@@ -368,7 +371,7 @@ func (r *Router) watchPeers() bool {
 			delete(r.conns, value)
 			r.leave(c)
 		case zmq4.EVENT_ACCEPT_FAILED:
-			r.refusedLog.warn(r.l.opts.Log, "control: connections could not be accepted", "port", r.port, "error", syscall.Errno(value))
+			r.refusedLog.Warn(r.l.opts.Log, "control: connections could not be accepted", "port", r.port, "error", syscall.Errno(value))
 		}
 		return !r.ended(r.l)
 	})
@@ -433,4 +436,12 @@ func (r *Router) drain(p *peer) {
 	default:
 		r.l.fail(fmt.Errorf("control: send: %w", errno))
 	}
+}
+
+// plainIP writes an IPv4 address that came by an IPv6 socket as IPv4.
+func plainIP(s string) string {
+	if ip, err := netip.ParseAddr(s); err == nil && ip.Is4In6() {
+		return ip.Unmap().String()
+	}
+	return s
 }

@@ -80,7 +80,7 @@ func (r *Router) countStalled(addr string) {
 	r.l.mu.Lock()
 	r.stalled++
 	r.l.mu.Unlock()
-	r.stallLog.warn(r.l.opts.Log, "control: cut off a peer that took nothing of what waits for it", "port", r.port, "peer", addr,
+	r.stallLog.Warn(r.l.opts.Log, "control: cut off a peer that took nothing of what waits for it", "port", r.port, "peer", addr,
 		"for", r.l.opts.stall)
 }
 

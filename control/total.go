@@ -82,7 +82,7 @@ func (r *Router) crowd(err error) (c crowd, due bool) {
 	if !errors.Is(err, errBudget) {
 		return c, false
 	}
-	if c.count, due = r.budgetLog.due(); !due {
+	if c.count, due = r.budgetLog.Due(); !due {
 		return c, false
 	}
 	c.err = err

@@ -3,19 +3,17 @@ package ec
 import (
 	"fmt"
 	"log/slog"
+	"maps"
 	"strings"
 	"sync"
-	"time"
 
 	"github.com/tensorferry/tensorferry/control"
 	"github.com/tensorferry/tensorferry/ec/wire"
+	"github.com/tensorferry/tensorferry/internal/sparselog"
 )
 
-// Limits of what peers can make a node write into its log.
-const (
-	logInterval    = 10 * time.Second
-	maxLogSubjects = 256
-)
+// maxLogSubjects bounds what peers can make a node remember of what it wrote into its log.
+const maxLogSubjects = 256
 
 // logMismatch names the field by which a peer's compatibility hash differs from ours.
 func (p *Producer) logMismatch(from control.Source, r *wire.Request) {
@@ -70,67 +68,43 @@ func describe(c wire.Compat) string {
 	return fmt.Sprintf("vllm_version %q, model %q, dtype %q, block_size_bytes %d", c.VLLMVersion, c.Model, c.Dtype, c.BlockBytes)
 }
 
-// throttledLog writes at most one line of a kind about one subject in logInterval, and says how many it left out: what peers
-// send must not fill the log.
+// throttledLog spaces out the lines of each kind about each subject.
 type throttledLog struct {
 	log  *slog.Logger
 	mu   sync.Mutex
-	seen map[[2]string]*logged
-}
-
-type logged struct {
-	at   time.Time
-	held int
+	seen map[[2]string]*sparselog.Cause
 }
 
 func newThrottledLog(l *slog.Logger) *throttledLog {
 	if l == nil {
 		l = slog.Default()
 	}
-	return &throttledLog{log: l, seen: map[[2]string]*logged{}}
+	return &throttledLog{log: l, seen: map[[2]string]*sparselog.Cause{}}
 }
 
 // warn logs, unless a line of that kind about that peer was logged a moment ago.
 func (t *throttledLog) warn(kind, peer, msg string, args ...any) {
-	t.mu.Lock()
-	now := time.Now()
-	l := t.subject([2]string{kind, peer}, now)
-	if now.Sub(l.at) < logInterval {
-		l.held++
-		t.mu.Unlock()
-		return
-	}
-	held := l.held
-	l.at, l.held = now, 0
-	t.mu.Unlock()
 	if peer != "" {
 		args = append(args, "peer", peer)
 	}
-	if held > 0 {
-		args = append(args, "not_logged_before", held)
-	}
-	t.log.Warn(msg, args...)
+	t.cause(kind, peer).Warn(t.log, msg, args...)
 }
 
-// subject finds or makes the record of a subject. When there are too many, the rest of a kind share one.
-func (t *throttledLog) subject(k [2]string, now time.Time) *logged {
-	if l := t.seen[k]; l != nil {
-		return l
-	}
-	if len(t.seen) >= maxLogSubjects {
-		for old, l := range t.seen {
-			if now.Sub(l.at) >= logInterval && l.held == 0 {
-				delete(t.seen, old)
-			}
-		}
+// cause finds or makes that of a subject. When there are too many, the rest of a kind share one.
+func (t *throttledLog) cause(kind, peer string) *sparselog.Cause {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	k := [2]string{kind, peer}
+	if t.seen[k] == nil && len(t.seen) >= maxLogSubjects {
+		maps.DeleteFunc(t.seen, func(_ [2]string, c *sparselog.Cause) bool { return c.Idle() })
 		if len(t.seen) >= maxLogSubjects {
 			k[1] = "*"
-			if l := t.seen[k]; l != nil {
-				return l
-			}
 		}
 	}
-	l := &logged{at: now.Add(-logInterval)}
-	t.seen[k] = l
-	return l
+	c := t.seen[k]
+	if c == nil {
+		c = &sparselog.Cause{}
+		t.seen[k] = c
+	}
+	return c
 }

@@ -13,6 +13,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/tensorferry/tensorferry/internal/sparselog"
 	"github.com/tensorferry/tensorferry/node/internal/api"
 )
 
@@ -53,7 +54,7 @@ type engines struct {
 
 	counters engineCounters
 
-	refusals, arrivals, departures logLimit
+	refusals, arrivals, departures sparselog.Cause
 }
 
 // identity is what a node tells engines and peers about itself.
@@ -72,7 +73,7 @@ type engineCounters struct {
 
 func newEngines(sock *engineSocket, pools []*pool, id identity, sums, keep bool, log *slog.Logger) *engines {
 	e := &engines{sock: sock, pools: pools, identity: id, sums: sums, keep: keep, log: log, listings: make(chan struct{}, maxListings), loop: make(chan struct{}), sessions: map[uint64]*session{}, byProcess: map[uint64]int{}, share: processSessions}
-	e.arrivals.burst, e.departures.burst = engineLines, engineLines
+	e.arrivals.Burst, e.departures.Burst = engineLines, engineLines
 	e.ctx, e.cancel = context.WithCancel(context.Background())
 	return e
 }

@@ -62,7 +62,7 @@ func (s *session) run() {
 	defer close(s.ended)
 	if err := s.greet(); err != nil {
 		s.e.counters.refused.Add(1)
-		s.e.refusals.info(s.log, "engine refused", "pid", s.peer.PID, "uid", s.peer.UID, "error", err)
+		s.e.refusals.Info(s.log, "engine refused", "pid", s.peer.PID, "uid", s.peer.UID, "error", err)
 		switch {
 		case s.client != nil:
 			s.pool.clients.leave(s.client, nil, false, s.peer.Process, s.watch())
@@ -75,7 +75,7 @@ func (s *session) run() {
 	s.async = map[uint64]context.CancelCauseFunc{}
 	s.ctx, s.cancel = context.WithCancel(s.e.ctx)
 	s.greeted.Store(true)
-	s.e.arrivals.info(s.log, "engine connected", "name", s.name, "pid", s.peer.PID, "model", s.pool.Model)
+	s.e.arrivals.Info(s.log, "engine connected", "name", s.name, "pid", s.peer.PID, "model", s.pool.Model)
 
 	dead := s.watch()
 	err := s.serve()
@@ -203,7 +203,7 @@ func (s *session) finish(cause error, dead <-chan struct{}) {
 	log := s.log.With("name", s.name, "pid", s.peer.PID, "said_bye", s.bye, "pins", len(s.pins), "reservations", len(s.reservations))
 	if s.e.keeps() && !s.bye {
 		// The engine goes on with what it has, and restates it to the node that takes the region over.
-		s.e.departures.info(log, "engine left to the next node")
+		s.e.departures.Info(log, "engine left to the next node")
 		_ = s.peer.Process.Close() // ends the watch
 		return
 	}
@@ -214,6 +214,6 @@ func (s *session) finish(cause error, dead <-chan struct{}) {
 	if !s.bye {
 		s.e.counters.quarantined.Add(uint64(len(left)))
 	}
-	s.e.departures.info(log, "engine gone", "error", cause)
+	s.e.departures.Info(log, "engine gone", "error", cause)
 	s.pool.clients.leave(s.client, left, s.bye, s.peer.Process, dead)
 }

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/control"
+	"github.com/tensorferry/tensorferry/internal/sparselog"
 	"github.com/tensorferry/tensorferry/stage/slab"
 	"github.com/tensorferry/tensorferry/stage/wire"
 	"github.com/tensorferry/tensorferry/transfer"
@@ -135,7 +136,7 @@ type Client struct {
 
 	stats clientCounters
 
-	badLog, endLog logLimit
+	badLog, endLog sparselog.Cause
 }
 
 // NewClient makes a client. The caller closes it, before loop and slab.

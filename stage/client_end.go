@@ -137,7 +137,7 @@ func (c *Client) background(f func()) bool {
 
 func (c *Client) gaveUp(x ending, err error) {
 	c.stats.givenUp.Add(1)
-	c.endLog.warn(c.o.Log, "a claim could not be ended; a plain producer keeps its payload until it is closed",
+	c.endLog.Warn(c.o.Log, "a claim could not be ended; a plain producer keeps its payload until it is closed",
 		"producer", x.e.addr, "key", clip(x.key), "claim", x.claim.String(), "error", err)
 }
 

@@ -282,5 +282,5 @@ func alignedBytes(n int64) []byte {
 // bad counts an answer that makes no sense, and says so now and then.
 func (c *Client) bad(addr, what string, bytes int, err error) {
 	c.stats.bad.Add(1)
-	c.badLog.warn(c.o.Log, what, "producer", addr, "bytes", bytes, "error", err)
+	c.badLog.Warn(c.o.Log, what, "producer", addr, "bytes", bytes, "error", err)
 }

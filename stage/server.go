@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/control"
+	"github.com/tensorferry/tensorferry/internal/sparselog"
 	"github.com/tensorferry/tensorferry/stage/wire"
 )
 
@@ -63,7 +64,7 @@ type Server struct {
 	work      sync.WaitGroup // those goroutines; added to under mu, unless closed
 
 	counts                          serverCounts
-	malformedLog, offerLog, fullLog logLimit
+	malformedLog, offerLog, fullLog sparselog.Cause
 }
 
 // Serve binds and starts to answer. The caller closes it before the loop, and after the store, whose readers it hears until then. Errors:
@@ -137,7 +138,7 @@ func (h *serverHandler) Message(from control.Source, body []byte) {
 	q, err := wire.DecodeRequest(body)
 	if err != nil { // the peers do not answer it either
 		s.counts.malformed.Add(1)
-		s.malformedLog.warn(s.o.Log, "dropped a request that makes no sense", "peer", from.Addr, "error", err)
+		s.malformedLog.Warn(s.o.Log, "dropped a request that makes no sense", "peer", from.Addr, "error", err)
 		return
 	}
 	// What ends here may be what a Close waits for: the answer to it is on its way from now on, see linger.
@@ -296,11 +297,11 @@ func (s *Server) refuse(to control.Source, c Claim, err error) {
 		s.counts.notFound.Add(1)
 	case errors.Is(err, ErrFull):
 		s.counts.full.Add(1)
-		s.fullLog.warn(s.o.Log, "refused a claim", "peer", to.Addr, "error", err)
+		s.fullLog.Warn(s.o.Log, "refused a claim", "peer", to.Addr, "error", err)
 	default:
 		a.Status, a.Reason = wire.Failed, err.Error()
 		s.counts.failed.Add(1)
-		s.offerLog.warn(s.o.Log, "a payload could not be offered", "key", c.Key, "peer", to.Addr, "error", err)
+		s.offerLog.Warn(s.o.Log, "a payload could not be offered", "key", c.Key, "peer", to.Addr, "error", err)
 	}
 	s.send(to.ID, c.Ask, &a)
 }
