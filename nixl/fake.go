@@ -24,6 +24,7 @@ type Fake struct {
 	agents map[handle]*fakeAgent
 	byName map[string]*fakeAgent // the newest of each name
 	faults []fakeFault
+	made   map[FakeCall]int
 }
 
 // FakeCall names what a fault of a Fake applies to.
@@ -102,7 +103,7 @@ type fakeRequest struct {
 
 // NewFake makes a NIXL of its own: agents of different fakes never meet.
 func NewFake() *Fake {
-	return &Fake{steps: 1, agents: map[handle]*fakeAgent{}, byName: map[string]*fakeAgent{}}
+	return &Fake{steps: 1, agents: map[handle]*fakeAgent{}, byName: map[string]*fakeAgent{}, made: map[FakeCall]int{}}
 }
 
 // Steps is how many calls of Post and Status a transfer takes before the one that completes it: 1 at first; 0 completes it in Post, as
@@ -130,6 +131,13 @@ func (f *Fake) Fail(call FakeCall, skip int, s Status) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.faults = append(f.faults, fakeFault{call, skip, s})
+}
+
+// Calls is how many calls of a kind live agents have made, those that failed too: for tests of what polls.
+func (f *Fake) Calls(call FakeCall) int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.made[call]
 }
 
 // Kill ends an agent as SIGKILL would: peers' requests fail, its own objects just stop working.
@@ -210,6 +218,7 @@ func (c *fakeCalls) with(agent handle, call FakeCall, do func(f *Fake, a *fakeAg
 }
 
 func (f *Fake) fault(call FakeCall) Status {
+	f.made[call]++
 	for i := range f.faults {
 		if f.faults[i].call != call {
 			continue

@@ -18,13 +18,14 @@ type engineOptions struct {
 	Backends      []Backend     `json:"backends"`
 	ProgressDelay time.Duration `json:"progress_delay"`
 	IdlePeers     int           `json:"idle_peers"`
+	Deaf          bool          `json:"deaf"` // nobody wants notifications
 }
 
 // engine is an agent that runs in this process.
 type engine struct {
 	o      engineOptions
 	agent  *binding.Agent
-	notify func([]byte) // nil: nobody listens
+	notify func([]byte)
 
 	peers peerTable
 
@@ -54,7 +55,7 @@ type flying struct {
 	done    func(error)
 }
 
-// newEngine makes the agent and its backends. notify, which may be nil, is called with each notification from one goroutine.
+// newEngine makes the agent and its backends. notify is called with each notification from one goroutine; nil: the engine is deaf.
 func newEngine(l *binding.Library, o engineOptions, notify func([]byte)) (*engine, error) {
 	a, err := l.NewAgent(o.Name, binding.AgentConfig{ProgressDelay: o.ProgressDelay})
 	if err != nil {
@@ -66,14 +67,13 @@ func newEngine(l *binding.Library, o engineOptions, notify func([]byte)) (*engin
 			return nil, fmt.Errorf("nixl: backend %s: %w", b.Name, err)
 		}
 	}
+	o.Deaf = o.Deaf || notify == nil
 	e := &engine{
 		o: o, agent: a, notify: notify, memories: map[uint32]*attached{},
 		attention: make(chan struct{}, 1), stop: make(chan struct{}), isOver: make(chan struct{}),
 	}
 	e.peers.init(a, o.IdlePeers)
-	if notify != nil {
-		e.work.Go(e.listen)
-	}
+	e.work.Go(e.listen)
 	return e, nil
 }
 
@@ -301,16 +301,20 @@ func (e *engine) poll() {
 }
 
 // Listening for notifications. The library has no event for them, so they are asked for: often for a while after attend or a
-// notification, ever less often after that.
+// notification, ever less often after that. An engine that is deaf only takes them out of the library, where they would stay.
 const (
 	listenHot     = 500 * time.Microsecond
 	listenHotFor  = 2 * time.Second
 	listenSlowest = 100 * time.Millisecond
+	listenDeaf    = time.Second
 )
 
 func (e *engine) listen() {
 	hotUntil := time.Now().Add(listenHotFor)
 	pause := listenHot
+	if e.o.Deaf {
+		pause = listenDeaf
+	}
 	timer := time.NewTimer(pause)
 	defer timer.Stop()
 	for {
@@ -324,6 +328,10 @@ func (e *engine) listen() {
 		ns, err := e.agent.Notifications()
 		if errors.Is(err, binding.ErrClosed) {
 			return
+		}
+		if e.o.Deaf {
+			timer.Reset(listenDeaf)
+			continue
 		}
 		for _, n := range ns {
 			e.notify(n.Message)

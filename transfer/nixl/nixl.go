@@ -196,10 +196,10 @@ const (
 	roleFetch role = "fetch"
 )
 
-// start makes a new incarnation of an agent, one that may outlive this process if outlive. notify as with newEngine.
+// start makes a new incarnation of an agent, one that may outlive this process if outlive. notify as with newEngine; nil: it is deaf.
 func (p *Plane) start(ctx context.Context, r role, outlive bool, notify func([]byte)) (agent, error) {
 	o := engineOptions{
-		Name: agentName(p.o.Name, r), Backends: p.o.Backends, ProgressDelay: p.o.ProgressDelay, IdlePeers: p.o.IdlePeers,
+		Name: agentName(p.o.Name, r), Backends: p.o.Backends, ProgressDelay: p.o.ProgressDelay, IdlePeers: p.o.IdlePeers, Deaf: notify == nil,
 	}
 	ctx, cancel := context.WithTimeout(ctx, p.o.StartTimeout)
 	defer cancel()
