@@ -4,6 +4,8 @@ import (
 	"slices"
 
 	"github.com/tinylib/msgp/msgp"
+
+	"github.com/tensorferry/tensorferry/internal/msgpack"
 )
 
 // Append* append the encoding to b and return the extended slice; they allocate only if b has too little capacity. Fields equal to
@@ -12,15 +14,15 @@ import (
 // AppendRequest encodes r.
 func AppendRequest(b []byte, r *Request, generation int) []byte {
 	explicit := r.Version != 0 && r.Version != generation
-	n := 3 + count(r.Session != "", explicit, r.Ferry != nil)
+	n := 3 + msgpack.Count(r.Session != "", explicit, r.Ferry != nil)
 	b = slices.Grow(b, 128+len(r.Key)+len(r.CompatHash)+len(r.Session)+r.Ferry.room())
 	b = header(b, n, tagRequest)
-	b = appendStr(b, fieldKey, r.Key)
-	b = appendStr(b, fieldCompat, r.CompatHash)
-	b = optionalStr(b, fieldSession, r.Session)
+	b = msgpack.AppendStr(b, fieldKey, r.Key)
+	b = msgpack.AppendStr(b, fieldCompat, r.CompatHash)
+	b = msgpack.OptionalStr(b, fieldSession, r.Session)
 	if explicit {
 		b = msgp.AppendString(b, fieldVersion)
-		b = appendInt(b, int64(r.Version))
+		b = msgpack.AppendInt(b, int64(r.Version))
 	}
 	if r.Ferry != nil {
 		b = msgp.AppendString(b, fieldFerry)
@@ -31,8 +33,8 @@ func AppendRequest(b []byte, r *Request, generation int) []byte {
 
 // AppendAck encodes a. A NACK as the peers send it has only Key and Status set.
 func AppendAck(b []byte, a *Ack) []byte {
-	b = appendAck(b, a, count(len(a.MemDescriptor) > 0, a.Ferry != nil), len(a.MemDescriptor)+a.Ferry.room())
-	b = optionalBin(b, fieldMem, a.MemDescriptor)
+	b = appendAck(b, a, msgpack.Count(len(a.MemDescriptor) > 0, a.Ferry != nil), len(a.MemDescriptor)+a.Ferry.room())
+	b = msgpack.OptionalBin(b, fieldMem, a.MemDescriptor)
 	if a.Ferry != nil {
 		b = msgp.AppendString(b, fieldFerry)
 		b = appendFerryAck(b, a.Ferry)
@@ -50,13 +52,13 @@ func AppendAckHead(b []byte, a *Ack, size int) []byte {
 
 // appendAck encodes what an ack begins with. more fields follow, for which there will be room bytes.
 func appendAck(b []byte, a *Ack, more uint32, room int) []byte {
-	n := 3 + more + count(a.Session != "", len(a.Blocks) > 0, len(a.AgentMetadata) > 0)
+	n := 3 + more + msgpack.Count(a.Session != "", len(a.Blocks) > 0, len(a.AgentMetadata) > 0)
 	b = slices.Grow(b, 160+len(a.Key)+len(a.Session)+5*len(a.Blocks)+len(a.AgentMetadata)+room)
 	b = header(b, n, tagAck)
-	b = appendStr(b, fieldKey, a.Key)
+	b = msgpack.AppendStr(b, fieldKey, a.Key)
 	b = msgp.AppendString(b, fieldStatus)
 	b = msgp.AppendUint64(b, uint64(a.Status))
-	b = optionalStr(b, fieldSession, a.Session)
+	b = msgpack.OptionalStr(b, fieldSession, a.Session)
 	if len(a.Blocks) > 0 {
 		b = msgp.AppendString(b, fieldBlocks)
 		b = msgp.AppendArrayHeader(b, uint32(len(a.Blocks)))
@@ -64,7 +66,7 @@ func appendAck(b []byte, a *Ack, more uint32, room int) []byte {
 			b = msgp.AppendUint64(b, uint64(n))
 		}
 	}
-	return optionalBin(b, fieldAgent, a.AgentMetadata)
+	return msgpack.OptionalBin(b, fieldAgent, a.AgentMetadata)
 }
 
 // AppendVerify encodes v.
@@ -81,7 +83,7 @@ func AppendVerified(b []byte, v *Verified) []byte {
 func AppendPulled(b []byte, p *Pulled) []byte {
 	b = header(b, 4, tagPulled)
 	b = appendV(b, 0)
-	b = appendStr(b, fieldCompat, p.CompatHash)
+	b = msgpack.AppendStr(b, fieldCompat, p.CompatHash)
 	b = msgp.AppendString(b, fieldEntries)
 	b = msgp.AppendArrayHeader(b, uint32(len(p.Entries)))
 	for _, e := range p.Entries {
@@ -94,22 +96,22 @@ func AppendPulled(b []byte, p *Pulled) []byte {
 
 // appendCheck encodes Verify and Verified, which differ in tag and flag only.
 func appendCheck(b []byte, tag, key, session, grant string, gen uint64, flag string, set bool) []byte {
-	b = header(b, 3+count(session != "", grant != "", gen != 0, set), tag)
+	b = header(b, 3+msgpack.Count(session != "", grant != "", gen != 0, set), tag)
 	b = msgp.AppendString(b, fieldV)
 	b = msgp.AppendUint64(b, ExtensionVersion)
-	b = appendStr(b, fieldKey, key)
-	b = optionalStr(b, fieldSession, session)
-	b = optionalStr(b, fieldGrant, grant)
-	b = optionalUint(b, fieldGen, gen)
-	return optionalTrue(b, flag, set)
+	b = msgpack.AppendStr(b, fieldKey, key)
+	b = msgpack.OptionalStr(b, fieldSession, session)
+	b = msgpack.OptionalStr(b, fieldGrant, grant)
+	b = msgpack.OptionalUint(b, fieldGen, gen)
+	return msgpack.OptionalTrue(b, flag, set)
 }
 
 func appendFerryRequest(b []byte, f *FerryRequest) []byte {
 	parts := f.Compat != Compat{}
-	b = msgp.AppendMapHeader(b, 1+count(f.Node != "", f.Epoch != 0, len(f.Planes) > 0, f.Sum, parts, f.Try != 0))
+	b = msgp.AppendMapHeader(b, 1+msgpack.Count(f.Node != "", f.Epoch != 0, len(f.Planes) > 0, f.Sum, parts, f.Try != 0))
 	b = appendV(b, f.V)
-	b = optionalStr(b, fieldNode, f.Node)
-	b = optionalUint(b, fieldEpoch, f.Epoch)
+	b = msgpack.OptionalStr(b, fieldNode, f.Node)
+	b = msgpack.OptionalUint(b, fieldEpoch, f.Epoch)
 	if len(f.Planes) > 0 {
 		b = msgp.AppendString(b, fieldPlanes)
 		b = msgp.AppendArrayHeader(b, uint32(len(f.Planes)))
@@ -117,29 +119,29 @@ func appendFerryRequest(b []byte, f *FerryRequest) []byte {
 			b = msgp.AppendString(b, p)
 		}
 	}
-	b = optionalTrue(b, fieldSum, f.Sum)
+	b = msgpack.OptionalTrue(b, fieldSum, f.Sum)
 	if parts {
 		c := f.Compat
 		b = msgp.AppendString(b, fieldParts)
-		b = msgp.AppendMapHeader(b, count(c.VLLMVersion != "", c.Model != "", c.Dtype != "", c.BlockBytes != 0))
-		b = optionalStr(b, fieldVLLMVersion, c.VLLMVersion)
-		b = optionalStr(b, fieldModel, c.Model)
-		b = optionalStr(b, fieldDtype, c.Dtype)
-		b = optionalInt(b, fieldBlockBytes, c.BlockBytes)
+		b = msgp.AppendMapHeader(b, msgpack.Count(c.VLLMVersion != "", c.Model != "", c.Dtype != "", c.BlockBytes != 0))
+		b = msgpack.OptionalStr(b, fieldVLLMVersion, c.VLLMVersion)
+		b = msgpack.OptionalStr(b, fieldModel, c.Model)
+		b = msgpack.OptionalStr(b, fieldDtype, c.Dtype)
+		b = msgpack.OptionalInt(b, fieldBlockBytes, c.BlockBytes)
 	}
-	return optionalUint(b, fieldTry, f.Try)
+	return msgpack.OptionalUint(b, fieldTry, f.Try)
 }
 
 func appendFerryAck(b []byte, f *FerryAck) []byte {
-	b = msgp.AppendMapHeader(b, 1+count(f.Try != 0, f.Node != "", f.Epoch != 0, f.Gen != 0, f.Slot != 0, f.Grant != "", len(f.Extents) > 0,
+	b = msgp.AppendMapHeader(b, 1+msgpack.Count(f.Try != 0, f.Node != "", f.Epoch != 0, f.Gen != 0, f.Slot != 0, f.Grant != "", len(f.Extents) > 0,
 		f.Rows != 0, f.Bytes != 0, f.LeaseMS != 0, f.Sum != nil, len(f.Planes) > 0, f.Local != ""))
 	b = appendV(b, f.V)
-	b = optionalUint(b, fieldTry, f.Try)
-	b = optionalStr(b, fieldNode, f.Node)
-	b = optionalUint(b, fieldEpoch, f.Epoch)
-	b = optionalUint(b, fieldGen, f.Gen)
-	b = optionalUint(b, fieldSlot, uint64(f.Slot))
-	b = optionalStr(b, fieldGrant, f.Grant)
+	b = msgpack.OptionalUint(b, fieldTry, f.Try)
+	b = msgpack.OptionalStr(b, fieldNode, f.Node)
+	b = msgpack.OptionalUint(b, fieldEpoch, f.Epoch)
+	b = msgpack.OptionalUint(b, fieldGen, f.Gen)
+	b = msgpack.OptionalUint(b, fieldSlot, uint64(f.Slot))
+	b = msgpack.OptionalStr(b, fieldGrant, f.Grant)
 	if len(f.Extents) > 0 {
 		b = msgp.AppendString(b, fieldExtents)
 		b = msgp.AppendArrayHeader(b, uint32(len(f.Extents)))
@@ -149,9 +151,9 @@ func appendFerryAck(b []byte, f *FerryAck) []byte {
 			b = msgp.AppendUint64(b, uint64(e[1]))
 		}
 	}
-	b = optionalInt(b, fieldRows, f.Rows)
-	b = optionalInt(b, fieldBytes, f.Bytes)
-	b = optionalInt(b, fieldLease, f.LeaseMS)
+	b = msgpack.OptionalInt(b, fieldRows, f.Rows)
+	b = msgpack.OptionalInt(b, fieldBytes, f.Bytes)
+	b = msgpack.OptionalInt(b, fieldLease, f.LeaseMS)
 	if f.Sum != nil {
 		b = msgp.AppendString(b, fieldSum)
 		b = msgp.AppendUint64(b, *f.Sum)
@@ -161,13 +163,13 @@ func appendFerryAck(b []byte, f *FerryAck) []byte {
 		b = msgp.AppendArrayHeader(b, uint32(len(f.Planes)))
 		for i := range f.Planes {
 			p := &f.Planes[i]
-			b = msgp.AppendMapHeader(b, 1+count(len(p.Metadata) > 0, len(p.Token) > 0))
-			b = appendStr(b, fieldName, p.Name)
-			b = optionalBin(b, fieldMetadata, p.Metadata)
-			b = optionalBin(b, fieldToken, p.Token)
+			b = msgp.AppendMapHeader(b, 1+msgpack.Count(len(p.Metadata) > 0, len(p.Token) > 0))
+			b = msgpack.AppendStr(b, fieldName, p.Name)
+			b = msgpack.OptionalBin(b, fieldMetadata, p.Metadata)
+			b = msgpack.OptionalBin(b, fieldToken, p.Token)
 		}
 	}
-	return optionalStr(b, fieldLocal, f.Local)
+	return msgpack.OptionalStr(b, fieldLocal, f.Local)
 }
 
 // room is at least the encoded size, names included.
@@ -195,18 +197,9 @@ func (f *FerryAck) room() int {
 	return n
 }
 
-func count(present ...bool) (n uint32) {
-	for _, p := range present {
-		if p {
-			n++
-		}
-	}
-	return n
-}
-
 func header(b []byte, fields uint32, tag string) []byte {
 	b = msgp.AppendMapHeader(b, fields)
-	return appendStr(b, fieldType, tag)
+	return msgpack.AppendStr(b, fieldType, tag)
 }
 
 func appendV(b []byte, v int) []byte {
@@ -214,57 +207,5 @@ func appendV(b []byte, v int) []byte {
 		v = ExtensionVersion
 	}
 	b = msgp.AppendString(b, fieldV)
-	return appendInt(b, int64(v))
-}
-
-func appendStr(b []byte, name, v string) []byte {
-	b = msgp.AppendString(b, name)
-	return msgp.AppendString(b, v)
-}
-
-// appendInt writes the shortest form as the peers do: unsigned where it can be (msgp.AppendInt64 would write 128 as an int16).
-func appendInt(b []byte, v int64) []byte {
-	if v >= 0 {
-		return msgp.AppendUint64(b, uint64(v))
-	}
-	return msgp.AppendInt64(b, v)
-}
-
-func optionalStr(b []byte, name, v string) []byte {
-	if v == "" {
-		return b
-	}
-	return appendStr(b, name, v)
-}
-
-func optionalBin(b []byte, name string, v []byte) []byte {
-	if len(v) == 0 {
-		return b
-	}
-	b = msgp.AppendString(b, name)
-	return msgp.AppendBytes(b, v)
-}
-
-func optionalUint(b []byte, name string, v uint64) []byte {
-	if v == 0 {
-		return b
-	}
-	b = msgp.AppendString(b, name)
-	return msgp.AppendUint64(b, v)
-}
-
-func optionalInt(b []byte, name string, v int64) []byte {
-	if v == 0 {
-		return b
-	}
-	b = msgp.AppendString(b, name)
-	return appendInt(b, v)
-}
-
-func optionalTrue(b []byte, name string, v bool) []byte {
-	if !v {
-		return b
-	}
-	b = msgp.AppendString(b, name)
-	return msgp.AppendBool(b, true)
+	return msgpack.AppendInt(b, int64(v))
 }

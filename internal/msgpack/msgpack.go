@@ -1,6 +1,6 @@
 // Package msgpack reads the msgpack messages of peers that are not trusted, as strictly as their own decoders do: text is not bytes,
 // an integer is no float, text is UTF-8, nothing is read past the end. Depth and sizes are known before anything is allocated for them,
-// nothing recurses, and no input ends the process.
+// nothing recurses, and no input ends the process. It writes fields as the peers do: in the shortest form, and none that has its default.
 package msgpack
 
 import (

@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/tensorferry/tensorferry/internal/msgpack"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tinylib/msgp/msgp"
 )
@@ -91,8 +92,8 @@ func TestAnEmptyExtensionIsAnExtension(t *testing.T) {
 // replaceFerry gives a message in which the extension is the msgpack value v.
 func requestWithFerry(v func([]byte) []byte) []byte {
 	b := append([]byte(prefixGet), 0x83)
-	b = appendStr(b, fieldKey, "k")
-	b = appendStr(b, fieldClaim, "c")
+	b = msgpack.AppendStr(b, fieldKey, "k")
+	b = msgpack.AppendStr(b, fieldClaim, "c")
 	return v(msgp.AppendString(b, fieldFerry))
 }
 
@@ -100,9 +101,9 @@ func TestExtensionsOfOthersDoNotCount(t *testing.T) {
 	for name, v := range map[string]func([]byte) []byte{
 		"nil":                 msgp.AppendNil,
 		"text":                func(b []byte) []byte { return msgp.AppendString(b, "x") },
-		"no version":          func(b []byte) []byte { return appendStr(msgp.AppendMapHeader(b, 1), fieldNode, "n") },
+		"no version":          func(b []byte) []byte { return msgpack.AppendStr(msgp.AppendMapHeader(b, 1), fieldNode, "n") },
 		"another version":     func(b []byte) []byte { return appendV(msgp.AppendMapHeader(b, 1), 2) },
-		"version as text":     func(b []byte) []byte { return appendStr(msgp.AppendMapHeader(b, 1), fieldV, "1") },
+		"version as text":     func(b []byte) []byte { return msgpack.AppendStr(msgp.AppendMapHeader(b, 1), fieldV, "1") },
 		"names of other kind": func(b []byte) []byte { return msgp.AppendInt(msgp.AppendInt(msgp.AppendMapHeader(b, 1), 1), 1) },
 	} {
 		q, err := DecodeRequest(requestWithFerry(v))
@@ -117,7 +118,7 @@ func TestUnknownFieldsAreIgnoredEverywhere(t *testing.T) {
 		b = appendV(msgp.AppendMapHeader(b, 3), 1)
 		b = msgp.AppendArrayHeader(msgp.AppendString(b, "later"), 1)
 		b = msgp.AppendMapHeader(b, 0)
-		return optionalUint(b, fieldTry, 5)
+		return msgpack.OptionalUint(b, fieldTry, 5)
 	}))
 	if err != nil || q.Ferry == nil || q.Ferry.Try != 5 {
 		t.Errorf("%+v, %v", q, err)

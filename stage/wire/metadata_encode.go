@@ -4,16 +4,18 @@ import (
 	"slices"
 
 	"github.com/tinylib/msgp/msgp"
+
+	"github.com/tensorferry/tensorferry/internal/msgpack"
 )
 
 // AppendMetadata encodes m as the peers do, fields in their order; the extension comes last. It does not check m (see Check).
 func AppendMetadata(b []byte, m *Metadata) []byte {
 	serves := m.SenderHost != "" || m.SenderPort != 0
-	n := 6 + 2*count(serves) + count(!m.Legacy, !m.Claim.IsZero(), m.Ferry != nil)
+	n := 6 + 2*msgpack.Count(serves) + msgpack.Count(!m.Legacy, !m.Claim.IsZero(), m.Ferry != nil)
 	b = slices.Grow(b, m.room())
 	b = msgp.AppendMapHeader(b, n)
-	b = appendInt(msgp.AppendString(b, fieldSchema), SchemaVersion)
-	b = appendStr(b, fieldKind, m.Kind.String())
+	b = msgpack.AppendInt(msgp.AppendString(b, fieldSchema), SchemaVersion)
+	b = msgpack.AppendStr(b, fieldKind, m.Kind.String())
 	b = msgp.AppendBytes(msgp.AppendString(b, fieldAgent), m.AgentMetadata)
 	b = msgp.AppendArrayHeader(msgp.AppendString(b, fieldGroups), uint32(len(m.Groups)))
 	for i := range m.Groups {
@@ -23,10 +25,10 @@ func AppendMetadata(b []byte, m *Metadata) []byte {
 	for i := range m.Specs {
 		b = appendSpec(b, &m.Specs[i])
 	}
-	b = appendInt(msgp.AppendString(b, fieldSize), m.Size)
+	b = msgpack.AppendInt(msgp.AppendString(b, fieldSize), m.Size)
 	if serves {
-		b = appendStr(b, fieldHost, m.SenderHost)
-		b = appendInt(msgp.AppendString(b, fieldPort), int64(m.SenderPort))
+		b = msgpack.AppendStr(b, fieldHost, m.SenderHost)
+		b = msgpack.AppendInt(msgp.AppendString(b, fieldPort), int64(m.SenderPort))
 	}
 	if !m.Legacy {
 		b = appendID(b, fieldGeneration, m.Generation)
@@ -60,18 +62,18 @@ func (m *Metadata) room() int {
 
 func appendGroup(b []byte, g *Group) []byte {
 	b = msgp.AppendMapHeader(b, 3)
-	b = appendStr(b, fieldMemory, g.MemoryType)
+	b = msgpack.AppendStr(b, fieldMemory, g.MemoryType)
 	b = msgp.AppendArrayHeader(msgp.AppendString(b, fieldIndices), uint32(len(g.Regions)))
 	for i := range g.Regions {
-		b = appendInt(b, int64(g.Regions[i].Tensor))
+		b = msgpack.AppendInt(b, int64(g.Regions[i].Tensor))
 	}
 	b = msgp.AppendArrayHeader(msgp.AppendString(b, fieldRegions), uint32(len(g.Regions)))
 	for i := range g.Regions {
 		r := &g.Regions[i]
 		b = msgp.AppendArrayHeader(b, 4)
 		b = msgp.AppendUint64(b, r.Addr)
-		b = appendInt(b, r.Bytes)
-		b = appendInt(b, int64(r.Device))
+		b = msgpack.AppendInt(b, r.Bytes)
+		b = msgpack.AppendInt(b, int64(r.Device))
 		b = msgp.AppendString(b, "") // NIXL's metadata of a region: none
 	}
 	return b
@@ -80,47 +82,47 @@ func appendGroup(b []byte, g *Group) []byte {
 func appendSpec(b []byte, s *Spec) []byte {
 	b = msgp.AppendMapHeader(b, 4)
 	b = appendShape(b, s.Shape)
-	b = appendStr(b, fieldDType, s.DType.String())
-	b = appendStr(b, fieldDevice, s.Device.String())
-	return appendInt(msgp.AppendString(b, fieldSize), s.Size)
+	b = msgpack.AppendStr(b, fieldDType, s.DType.String())
+	b = msgpack.AppendStr(b, fieldDevice, s.Device.String())
+	return msgpack.AppendInt(msgp.AppendString(b, fieldSize), s.Size)
 }
 
 func appendShape(b []byte, shape []int64) []byte {
 	b = msgp.AppendArrayHeader(msgp.AppendString(b, fieldShape), uint32(len(shape)))
 	for _, d := range shape {
-		b = appendInt(b, d)
+		b = msgpack.AppendInt(b, d)
 	}
 	return b
 }
 
 func appendFerryMetadata(b []byte, f *FerryMetadata) []byte {
-	b = msgp.AppendMapHeader(b, 1+count(f.Try != 0, f.Node != "", f.Epoch != 0, f.Local != "", f.LeaseMS != 0, f.Gen != 0, f.Gen != 0, f.Top != 0, len(f.Planes) > 0, len(f.Offsets) > 0,
+	b = msgp.AppendMapHeader(b, 1+msgpack.Count(f.Try != 0, f.Node != "", f.Epoch != 0, f.Local != "", f.LeaseMS != 0, f.Gen != 0, f.Gen != 0, f.Top != 0, len(f.Planes) > 0, len(f.Offsets) > 0,
 		f.Sum != nil, f.Inline != nil))
 	b = appendV(b, f.V)
-	b = optionalUint(b, fieldTry, f.Try)
-	b = optionalStr(b, fieldNode, f.Node)
-	b = optionalUint(b, fieldEpoch, f.Epoch)
-	b = optionalStr(b, fieldLocal, f.Local)
-	b = optionalInt(b, fieldLease, f.LeaseMS)
+	b = msgpack.OptionalUint(b, fieldTry, f.Try)
+	b = msgpack.OptionalStr(b, fieldNode, f.Node)
+	b = msgpack.OptionalUint(b, fieldEpoch, f.Epoch)
+	b = msgpack.OptionalStr(b, fieldLocal, f.Local)
+	b = msgpack.OptionalInt(b, fieldLease, f.LeaseMS)
 	if f.Gen != 0 {
 		b = msgp.AppendUint64(msgp.AppendString(b, fieldSlot), uint64(f.Slot))
 		b = msgp.AppendUint64(msgp.AppendString(b, fieldGen), f.Gen)
 	}
-	b = optionalUint(b, fieldTop, uint64(f.Top))
+	b = msgpack.OptionalUint(b, fieldTop, uint64(f.Top))
 	if len(f.Planes) > 0 {
 		b = msgp.AppendArrayHeader(msgp.AppendString(b, fieldPlanes), uint32(len(f.Planes)))
 		for i := range f.Planes {
 			p := &f.Planes[i]
-			b = msgp.AppendMapHeader(b, 1+count(len(p.Metadata) > 0, len(p.Token) > 0))
-			b = appendStr(b, fieldName, p.Name)
-			b = optionalBin(b, fieldMetadata, p.Metadata)
-			b = optionalBin(b, fieldToken, p.Token)
+			b = msgp.AppendMapHeader(b, 1+msgpack.Count(len(p.Metadata) > 0, len(p.Token) > 0))
+			b = msgpack.AppendStr(b, fieldName, p.Name)
+			b = msgpack.OptionalBin(b, fieldMetadata, p.Metadata)
+			b = msgpack.OptionalBin(b, fieldToken, p.Token)
 		}
 	}
 	if len(f.Offsets) > 0 {
 		b = msgp.AppendArrayHeader(msgp.AppendString(b, fieldOffsets), uint32(len(f.Offsets)))
 		for _, o := range f.Offsets {
-			b = appendInt(b, o)
+			b = msgpack.AppendInt(b, o)
 		}
 	}
 	if f.Sum != nil {

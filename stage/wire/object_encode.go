@@ -6,6 +6,7 @@ import (
 	"math"
 	"slices"
 
+	"github.com/tensorferry/tensorferry/internal/msgpack"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tinylib/msgp/msgp"
 )
@@ -135,7 +136,7 @@ func (e encoder) node(b []byte, n tensor.Node) ([]byte, error) {
 	case tensor.Flag:
 		return msgp.AppendBool(b, bool(n)), nil
 	case tensor.Int:
-		return appendInt(b, int64(n)), nil
+		return msgpack.AppendInt(b, int64(n)), nil
 	case tensor.Uint:
 		return msgp.AppendUint64(b, uint64(n)), nil
 	case tensor.Float:
@@ -162,7 +163,7 @@ func (e encoder) node(b []byte, n tensor.Node) ([]byte, error) {
 		if n < 0 {
 			return b, fmt.Errorf("%w: leaf %d", tensor.ErrTree, int(n))
 		}
-		return appendInt(msgp.AppendString(msgp.AppendMapHeader(b, 1), markLeaf), int64(n)), nil
+		return msgpack.AppendInt(msgp.AppendString(msgp.AppendMapHeader(b, 1), markLeaf), int64(n)), nil
 	case tensor.Tensor:
 		if e.skeleton {
 			return b, fmt.Errorf("%w: %v in a skeleton; tensors are its leaves (tensor.Split)", tensor.ErrTree, n)
@@ -229,7 +230,7 @@ func (e encoder) marked(b []byte, mark, field, value string, shape tensor.Shape,
 	}
 	b = msgp.AppendMapHeader(b, 4)
 	b = msgp.AppendBool(msgp.AppendString(b, mark), true)
-	b = appendStr(b, field, value)
+	b = msgpack.AppendStr(b, field, value)
 	b = appendShape(b, shape)
 	b = msgp.AppendString(b, fieldData)
 	if e.cuts == nil || len(data) < partMin {

@@ -5,6 +5,8 @@ import (
 	"math"
 
 	"github.com/tinylib/msgp/msgp"
+
+	"github.com/tensorferry/tensorferry/internal/msgpack"
 )
 
 // AppendReply encodes a. own says that the request had the extension; a plain peer knows Found, NotFound, Acked and
@@ -15,11 +17,11 @@ func AppendReply(b []byte, a *Reply, own bool) []byte {
 	}
 	if own {
 		b = append(b, prefixAnswer...)
-		b = msgp.AppendMapHeader(b, 2+count(a.Try != 0, a.Reason != ""))
+		b = msgp.AppendMapHeader(b, 2+msgpack.Count(a.Try != 0, a.Reason != ""))
 		b = appendV(b, ExtensionVersion)
-		b = optionalUint(b, fieldTry, a.Try)
-		b = appendInt(msgp.AppendString(b, fieldStatus), int64(a.Status))
-		return optionalStr(b, fieldReason, a.Reason)
+		b = msgpack.OptionalUint(b, fieldTry, a.Try)
+		b = msgpack.AppendInt(msgp.AppendString(b, fieldStatus), int64(a.Status))
+		return msgpack.OptionalStr(b, fieldReason, a.Reason)
 	}
 	switch a.Status {
 	case Acked:

@@ -6,6 +6,8 @@ import (
 	"slices"
 
 	"github.com/tinylib/msgp/msgp"
+
+	"github.com/tensorferry/tensorferry/internal/msgpack"
 )
 
 // Append* append the encoding to b and return the extended slice; they allocate only if b has too little capacity.
@@ -19,8 +21,8 @@ func AppendRequest(b []byte, q *Request) []byte {
 	}
 	b = slices.Grow(b, 128+len(q.Key)+len(q.Generation.text)+len(q.Claim.text)+q.Ferry.room())
 	b = append(b, opPrefixes[q.Op]...)
-	b = msgp.AppendMapHeader(b, 3+count(q.Ferry != nil))
-	b = appendStr(b, fieldKey, q.Key)
+	b = msgp.AppendMapHeader(b, 3+msgpack.Count(q.Ferry != nil))
+	b = msgpack.AppendStr(b, fieldKey, q.Key)
 	b = appendID(b, fieldGeneration, q.Generation)
 	b = appendID(b, fieldClaim, q.Claim)
 	if q.Ferry != nil {
@@ -168,11 +170,11 @@ func (r *reader) planeNames() []string {
 }
 
 func appendFerryRequest(b []byte, f *FerryRequest) []byte {
-	b = msgp.AppendMapHeader(b, 1+count(f.Try != 0, f.Node != "", f.Epoch != 0, len(f.Planes) > 0, f.Inline != 0, f.Sum, f.WaitMS != 0, f.Reason != ""))
+	b = msgp.AppendMapHeader(b, 1+msgpack.Count(f.Try != 0, f.Node != "", f.Epoch != 0, len(f.Planes) > 0, f.Inline != 0, f.Sum, f.WaitMS != 0, f.Reason != ""))
 	b = appendV(b, f.V)
-	b = optionalUint(b, fieldTry, f.Try)
-	b = optionalStr(b, fieldNode, f.Node)
-	b = optionalUint(b, fieldEpoch, f.Epoch)
+	b = msgpack.OptionalUint(b, fieldTry, f.Try)
+	b = msgpack.OptionalStr(b, fieldNode, f.Node)
+	b = msgpack.OptionalUint(b, fieldEpoch, f.Epoch)
 	if len(f.Planes) > 0 {
 		b = msgp.AppendString(b, fieldPlanes)
 		b = msgp.AppendArrayHeader(b, uint32(len(f.Planes)))
@@ -180,13 +182,10 @@ func appendFerryRequest(b []byte, f *FerryRequest) []byte {
 			b = msgp.AppendString(b, p)
 		}
 	}
-	b = optionalInt(b, fieldInline, f.Inline)
-	if f.Sum {
-		b = msgp.AppendString(b, fieldSum)
-		b = msgp.AppendBool(b, true)
-	}
-	b = optionalInt(b, fieldWait, f.WaitMS)
-	return optionalStr(b, fieldReason, f.Reason)
+	b = msgpack.OptionalInt(b, fieldInline, f.Inline)
+	b = msgpack.OptionalTrue(b, fieldSum, f.Sum)
+	b = msgpack.OptionalInt(b, fieldWait, f.WaitMS)
+	return msgpack.OptionalStr(b, fieldReason, f.Reason)
 }
 
 // room is at least the encoded size, names included.
@@ -201,58 +200,9 @@ func (f *FerryRequest) room() int {
 	return n
 }
 
-func count(present ...bool) (n uint32) {
-	for _, p := range present {
-		if p {
-			n++
-		}
-	}
-	return n
-}
-
 func appendV(b []byte, v int) []byte {
 	if v == 0 {
 		v = ExtensionVersion
 	}
-	return appendInt(msgp.AppendString(b, fieldV), int64(v))
-}
-
-func appendStr(b []byte, name, v string) []byte {
-	return msgp.AppendString(msgp.AppendString(b, name), v)
-}
-
-// appendInt writes the shortest form as the peers do: unsigned where it can be (msgp.AppendInt64 would write 128 as an int16).
-func appendInt(b []byte, v int64) []byte {
-	if v >= 0 {
-		return msgp.AppendUint64(b, uint64(v))
-	}
-	return msgp.AppendInt64(b, v)
-}
-
-func optionalStr(b []byte, name, v string) []byte {
-	if v == "" {
-		return b
-	}
-	return appendStr(b, name, v)
-}
-
-func optionalUint(b []byte, name string, v uint64) []byte {
-	if v == 0 {
-		return b
-	}
-	return msgp.AppendUint64(msgp.AppendString(b, name), v)
-}
-
-func optionalInt(b []byte, name string, v int64) []byte {
-	if v == 0 {
-		return b
-	}
-	return appendInt(msgp.AppendString(b, name), v)
-}
-
-func optionalBin(b []byte, name string, v []byte) []byte {
-	if len(v) == 0 {
-		return b
-	}
-	return msgp.AppendBytes(msgp.AppendString(b, name), v)
+	return msgpack.AppendInt(msgp.AppendString(b, fieldV), int64(v))
 }
