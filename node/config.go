@@ -17,6 +17,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/ec"
 	"github.com/tensorferry/tensorferry/ec/wire"
+	"github.com/tensorferry/tensorferry/internal/hostname"
 	"github.com/tensorferry/tensorferry/transfer/nixl"
 )
 
@@ -225,6 +226,7 @@ func (s *settings) checkRegion() error {
 	case s.ModeText == "":
 	case err != nil || mode&^0o666 != 0:
 		errs = append(errs, bad("region_mode", quoted(s.ModeText), "give permission bits in octal, to read and write only, such as 0600"))
+		s.Mode = 0o600 // which has nothing more to say
 	default:
 		s.Mode = fs.FileMode(mode)
 	}
@@ -280,7 +282,7 @@ func (s *settings) checkAddresses() error {
 	default:
 		if s.adminHost, s.adminPort, err = splitAddress("admin", s.Admin); err != nil {
 			errs = append(errs, err)
-		} else if !isLoopback(s.adminHost) && !s.Trusted {
+		} else if !hostname.Loopback(s.adminHost) && !s.Trusted {
 			errs = append(errs, bad("admin", s.Admin, "not loopback: metrics and keys would be open to the network; use 127.0.0.1, or set trusted_network: true"))
 		}
 	case s.Admin == AdminOff:
@@ -292,22 +294,22 @@ func (s *settings) checkAddresses() error {
 }
 
 func (s *settings) checkSideChannel() error {
-	if !isLoopback(s.host) && !s.Trusted {
+	if !hostname.Loopback(s.host) && !s.Trusted {
 		return bad("side_channel", s.SideChannel, "not loopback: peers are not authenticated, so anybody who can connect can read this node's encodings; set trusted_network: true if the network is yours, or use 127.0.0.1")
 	}
 	s.advertise = s.Advertise
 	if s.advertise == "" {
-		if isUnspecified(s.host) {
+		if hostname.Unspecified(s.host) {
 			return bad("advertise_host", quoted(""), "side_channel %s listens on all addresses, and peers need one to connect to: set advertise_host", s.SideChannel)
 		}
 		s.advertise = s.host
 	}
 	switch {
-	case !validHost(s.advertise):
+	case !hostname.Valid(s.advertise):
 		return bad("advertise_host", quoted(s.advertise), "give a host name or an IP address, without a port")
-	case isUnspecified(s.advertise):
+	case hostname.Unspecified(s.advertise):
 		return bad("advertise_host", s.advertise, "peers cannot connect to it: give an address of this machine")
-	case isLoopback(s.advertise) && !isLoopback(s.host):
+	case hostname.Loopback(s.advertise) && !hostname.Loopback(s.host):
 		return bad("advertise_host", s.advertise, "a peer that is told %s asks itself, while side_channel listens on %s: give an address of this machine", s.advertise, s.SideChannel)
 	}
 	return nil
@@ -447,7 +449,7 @@ func splitAddress(key, value string) (host string, port int, err error) {
 	if err != nil {
 		return "", 0, bad(key, quoted(value), "give HOST:PORT, such as 127.0.0.1:0 for any free port")
 	}
-	if !validHost(host) {
+	if !hostname.Valid(host) {
 		return "", 0, bad(key, quoted(value), "give a host name or an IP address before the port, such as 127.0.0.1")
 	}
 	n, err := strconv.ParseUint(text, 10, 16)

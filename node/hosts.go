@@ -3,33 +3,10 @@ package node
 import (
 	"fmt"
 	"net/netip"
-	"regexp"
 	"strings"
+
+	"github.com/tensorferry/tensorferry/internal/hostname"
 )
-
-var hostName = regexp.MustCompile(`^[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})$`)
-
-// validHost is true of IP addresses and of what may be a host name.
-func validHost(host string) bool {
-	if _, err := netip.ParseAddr(host); err == nil {
-		return true
-	}
-	return hostName.MatchString(host)
-}
-
-// isLoopback is decided from the text alone: a name that some resolver maps to 127.0.0.1 today may go elsewhere tomorrow.
-func isLoopback(host string) bool {
-	if strings.EqualFold(host, "localhost") {
-		return true
-	}
-	a, err := netip.ParseAddr(host)
-	return err == nil && a.Unmap().IsLoopback()
-}
-
-func isUnspecified(host string) bool {
-	a, err := netip.ParseAddr(host)
-	return err == nil && a.Unmap().IsUnspecified()
-}
 
 // hostList is allow_hosts: which hosts an announcement may make this node connect to.
 type hostList struct {
@@ -52,7 +29,7 @@ func newHostList(entries []string) (*hostList, error) {
 			l.prefixes = append(l.prefixes, netip.PrefixFrom(a, a.BitLen()))
 			continue
 		}
-		if !hostName.MatchString(e) {
+		if !hostname.Valid(e) {
 			return nil, bad("allow_hosts", quoted(e), "give host names, IP addresses or networks such as 10.0.0.0/8")
 		}
 		l.names[strings.ToLower(e)] = true

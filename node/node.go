@@ -21,6 +21,7 @@ import (
 	"github.com/tensorferry/tensorferry/control"
 	"github.com/tensorferry/tensorferry/ec"
 	"github.com/tensorferry/tensorferry/ec/wire"
+	"github.com/tensorferry/tensorferry/internal/hostname"
 	"github.com/tensorferry/tensorferry/transfer"
 	"github.com/tensorferry/tensorferry/transfer/nixl"
 )
@@ -139,13 +140,13 @@ func (n *Node) start(ctx context.Context) error {
 
 func (n *Node) warn() {
 	s := n.s
-	if !isLoopback(s.host) {
+	if !hostname.Loopback(s.host) {
 		n.log.Warn("side_channel is open to the network, and peers are not authenticated: whoever can connect can read this node's encodings", "side_channel", s.SideChannel)
 	}
-	if s.Admin != AdminOff && !isLoopback(s.adminHost) {
+	if s.Admin != AdminOff && !hostname.Loopback(s.adminHost) {
 		n.log.Warn("admin is open to the network", "admin", s.Admin)
 	}
-	if isLoopback(s.advertise) {
+	if hostname.Loopback(s.advertise) {
 		n.log.Info("announcements carry a loopback address: only nodes of this machine can pull; for others set side_channel and trusted_network", "advertised", s.advertise)
 	}
 }
@@ -205,12 +206,10 @@ func (n *Node) bindAdmin(ctx context.Context) error {
 	return nil
 }
 
-// tryPorts finds out which of the ports that must be had is in use. They are bound in earnest once there is a region to serve.
+// tryPorts finds out which of the ports that must be had is in use, and whether the side channel's host is one of this machine's. They are
+// bound in earnest once there is a region to serve.
 func (s *settings) tryPorts(ctx context.Context) error {
 	try := func(host string, port int) error {
-		if port == 0 {
-			return nil
-		}
 		var lc net.ListenConfig
 		l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(host, strconv.Itoa(port)))
 		if err != nil {
@@ -221,7 +220,7 @@ func (s *settings) tryPorts(ctx context.Context) error {
 	if err := try(s.host, s.port); err != nil {
 		return badSideChannel(s, err)
 	}
-	if s.Planes == nil || slices.Contains(s.Planes, transfer.TCP) {
+	if s.DataPort != 0 && (s.Planes == nil || slices.Contains(s.Planes, transfer.TCP)) {
 		if err := try(s.host, s.DataPort); err != nil {
 			return badPlane(transfer.TCP, err)
 		}

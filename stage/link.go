@@ -5,12 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net/netip"
-	"strings"
 	"sync"
 	"time"
 
 	"github.com/tensorferry/tensorferry/control"
+	"github.com/tensorferry/tensorferry/internal/hostname"
 	"github.com/tensorferry/tensorferry/stage/slab"
 	"github.com/tensorferry/tensorferry/stage/wire"
 )
@@ -95,16 +94,7 @@ func (o *LinkOptions) divide() error {
 
 // wildcard is true for a host that names all interfaces, or none.
 func wildcard(host string) bool {
-	if host == "" || host == "*" || host == "auto" {
-		return true
-	}
-	ip, err := netip.ParseAddr(strings.Trim(host, "[]"))
-	return err == nil && ip.IsUnspecified()
-}
-
-func loopback(host string) bool {
-	ip, err := netip.ParseAddr(strings.Trim(host, "[]"))
-	return host == "localhost" || err == nil && ip.IsLoopback()
+	return host == "" || host == "*" || host == "auto" || hostname.Unspecified(host)
 }
 
 // Link is a Connector over the control plane of vLLM-Omni's NixlConnector and our data planes.
@@ -154,7 +144,7 @@ func (l *Link) serve(ctx context.Context) (err error) {
 		return err
 	}
 	l.server, err = Serve(ctx, ServerOptions{Loop: l.loop, Store: l.store, Host: l.o.Bind.Host, Port: l.o.Bind.Port, Node: l.o.Node, Log: l.o.Log})
-	if err == nil && !loopback(l.o.Bind.Host) {
+	if err == nil && !hostname.Loopback(l.o.Bind.Host) {
 		l.o.Log.Warn("stage payloads are served off loopback: whoever reaches this address and knows a key can read its payload",
 			"host", l.o.Bind.Host, "port", l.server.Port())
 	}

@@ -13,6 +13,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/tensorferry/tensorferry/internal/hostname"
 	"github.com/tensorferry/tensorferry/stage"
 	"github.com/tensorferry/tensorferry/stage/connect"
 	"github.com/tensorferry/tensorferry/stage/shm"
@@ -156,7 +157,7 @@ func (e *end) open(ctx context.Context, q *request) (at *stage.Endpoint, err err
 		return nil, err
 	}
 	o := connect.Options{
-		Planes: q.Planes, AgentCommand: []string{self, agentRole}, Network: !connect.Loopback(q.Host), Bytes: slabBytes,
+		Planes: q.Planes, AgentCommand: []string{self, agentRole}, Network: !hostname.Loopback(q.Host), Bytes: slabBytes,
 		Client: stage.ClientOptions{Inline: q.Inline}, Log: log,
 	}
 	if q.Put { // a consumer that only gets has no address, and all of its slab for gets

@@ -135,17 +135,6 @@ func wantedBytes(c node.Config) (n int64) {
 	return n
 }
 
-func bytesText(n int64) string {
-	const kib = 1 << 10
-	switch {
-	case n >= kib*kib*kib:
-		return fmt.Sprintf("%.1f GiB", float64(n)/(kib*kib*kib))
-	case n >= kib*kib:
-		return fmt.Sprintf("%.1f MiB", float64(n)/(kib*kib))
-	}
-	return fmt.Sprintf("%d bytes", n)
-}
-
 // ask runs one question with a time limit of its own.
 func ask[T any](ctx context.Context, limit time.Duration, question func(context.Context) (T, error)) (T, error) {
 	ctx, cancel := context.WithTimeout(ctx, limit)

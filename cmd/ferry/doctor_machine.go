@@ -12,6 +12,7 @@ import (
 	"github.com/pebbe/zmq4"
 	"golang.org/x/sys/unix"
 
+	"github.com/tensorferry/tensorferry/internal/hostname"
 	"github.com/tensorferry/tensorferry/node"
 	"github.com/tensorferry/tensorferry/region"
 )
@@ -26,16 +27,16 @@ func checkShm(c node.Config) finding {
 	text := dir + ": no limit of its own"
 	if st.Blocks > 0 {
 		free, total := int64(st.Bavail)*st.Bsize, int64(st.Blocks)*st.Bsize
-		text = fmt.Sprintf("%s: %s free of %s (%d of %d bytes)", dir, bytesText(free), bytesText(total), free, total)
+		text = fmt.Sprintf("%s: %s free of %s (%d of %d bytes)", dir, size(free), size(total), free, total)
 	}
 	asked, err := region.CheckSpace(dir, geometries(c)...)
 	if asked > 0 {
-		text += fmt.Sprintf(", %s wanted (%d bytes, pools with their tables)", bytesText(asked), asked)
+		text += fmt.Sprintf(", %s wanted (%d bytes, pools with their tables)", size(asked), asked)
 	}
 	var space *region.SpaceError
 	switch {
 	case errors.As(err, &space):
-		return finding{"shm", fail, fmt.Sprintf("%s; %s has %s (%d bytes) left", text, space.Limit, bytesText(space.Free), space.Free), space.Fix}
+		return finding{"shm", fail, fmt.Sprintf("%s; %s has %s (%d bytes) left", text, space.Limit, size(space.Free), space.Free), space.Fix}
 	case err != nil:
 		return finding{"shm", fail, text + ": " + err.Error(), "give --ec-cpu-bytes and --block-bytes as they are to be"}
 	case st.Type != unix.TMPFS_MAGIC:
@@ -116,7 +117,7 @@ func limitText(n uint64) string {
 func checkPorts(c node.Config) []finding {
 	found := []finding{checkPort("side channel", cmp.Or(c.SideChannel, node.DefaultSideChannel), "--side-channel")}
 	if host, _, err := net.SplitHostPort(c.SideChannel); err == nil && found[0].Verdict == good {
-		if ip := net.ParseIP(host); host == "localhost" || ip != nil && ip.IsLoopback() {
+		if hostname.Loopback(host) {
 			found[0].Detail += ": peers of this machine only"
 		}
 	}

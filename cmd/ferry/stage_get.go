@@ -12,6 +12,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/tensorferry/tensorferry/internal/hostname"
 	"github.com/tensorferry/tensorferry/stage"
 	"github.com/tensorferry/tensorferry/stage/connect"
 	"github.com/tensorferry/tensorferry/stage/file"
@@ -188,7 +189,7 @@ func (a *app) getConnector(ctx context.Context, f *stageFlags, r stage.Request) 
 	if h, err := wire.DecodeHandoff(r.Metadata); err == nil && h.Host != "" {
 		r.From.Host = h.Host
 	}
-	o.Network = !connect.Loopback(r.From.Host)
+	o.Network = !hostname.Loopback(r.From.Host)
 	return connect.OpenReader(ctx, o)
 }
 

@@ -7,12 +7,11 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"net/netip"
-	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/tensorferry/tensorferry/internal/hostname"
 	"github.com/tensorferry/tensorferry/stage"
 	"github.com/tensorferry/tensorferry/stage/connect"
 	"github.com/tensorferry/tensorferry/stage/file"
@@ -104,8 +103,7 @@ func checkAdvertised(bind *stage.Endpoint, advertise string) error {
 		return nil
 	}
 	host := cmp.Or(advertise, bind.Host)
-	ip, err := netip.ParseAddr(strings.Trim(host, "[]"))
-	if host == "*" || host == "auto" || err == nil && ip.IsUnspecified() {
+	if host == "*" || host == "auto" || hostname.Unspecified(host) {
 		return usage("--advertise-host: %s is no host that a reader can dial; want the name or address by which readers reach this machine", host)
 	}
 	return nil

@@ -4,11 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/netip"
 	"slices"
 	"strings"
 	"time"
 
+	"github.com/tensorferry/tensorferry/internal/hostname"
 	"github.com/tensorferry/tensorferry/transfer"
 	"github.com/tensorferry/tensorferry/transfer/mapped"
 	"github.com/tensorferry/tensorferry/transfer/nixl"
@@ -44,7 +44,7 @@ var makers = map[string]func(context.Context, *Options) (transfer.Plane, error){
 func openNIXL(ctx context.Context, o *Options) (transfer.Plane, error) {
 	p, err := nixl.New(nixl.Options{
 		Command: o.AgentCommand, Library: o.Library, Backends: o.Backends, Name: "ferry-stage",
-		Loopback: !o.Network && (o.Bind == nil || Loopback(o.Bind.Host)), Log: o.Log,
+		Loopback: !o.Network && (o.Bind == nil || hostname.Loopback(o.Bind.Host)), Log: o.Log,
 	})
 	if err != nil || !slices.Contains(o.Planes, transfer.NIXL) {
 		return p, err
@@ -55,15 +55,6 @@ func openNIXL(ctx context.Context, o *Options) (transfer.Plane, error) {
 		return nil, errors.Join(fmt.Errorf("it cannot read from itself: %w; ferry doctor says more", err), p.Close())
 	}
 	return p, nil
-}
-
-// Loopback is true for a host that only this machine reaches. It is decided from the text alone: a name that some resolver maps to 127.0.0.1 today may go elsewhere tomorrow.
-func Loopback(host string) bool {
-	if strings.EqualFold(host, "localhost") {
-		return true
-	}
-	a, err := netip.ParseAddr(host)
-	return err == nil && a.Unmap().IsLoopback()
 }
 
 // Planes brings up the planes of o.Planes, or all that are there if that is nil: NIXL is left out then where its library is not

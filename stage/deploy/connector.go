@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/tensorferry/tensorferry/internal/hostname"
 	"github.com/tensorferry/tensorferry/transfer"
 )
 
@@ -179,7 +180,7 @@ func (p *parser) extra(c *connector, extra at) {
 				set(p, c, f)
 			case slices.Contains(decided, f.name) || slices.Contains(modelKeys, f.name):
 			default:
-				p.unknown(f, sortedKeys(known))
+				p.unknown(f, slices.Sorted(maps.Keys(known)))
 			}
 		}
 		if f, ok := extra.field("num_threads"); ok && c.Backends != nil && !slices.Equal(c.Backends, []string{DefaultBackend}) {
@@ -222,7 +223,7 @@ func (p *parser) host(v at, detect bool) (host string, given bool) {
 	case isAuto(host):
 		p.fail(v.bad("consumers connect to it: name the producer's host, or leave it out"))
 		return "", false
-	case !validHost(host):
+	case !hostname.Valid(host) || hostname.Unspecified(host):
 		p.fail(v.bad("give a host name or an IP address without a port, or \"auto\" to detect it"))
 		return "", false
 	}

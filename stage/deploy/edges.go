@@ -2,6 +2,7 @@ package deploy
 
 import (
 	"fmt"
+	"maps"
 	"math"
 	"slices"
 	"strconv"
@@ -54,7 +55,7 @@ func (p *parser) resolve(v at, named map[string]*connector) *connector {
 	}
 	c := named[name]
 	if c == nil {
-		p.fail(v.bad("there is no such connector; connectors has: %s", strings.Join(sortedKeys(named), ", ")))
+		p.fail(v.bad("there is no such connector; connectors has: %s", strings.Join(slices.Sorted(maps.Keys(named)), ", ")))
 	}
 	return c
 }

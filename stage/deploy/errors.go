@@ -4,9 +4,10 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"strings"
 
 	"github.com/agnivade/levenshtein"
+
+	"github.com/tensorferry/tensorferry/internal/shorten"
 )
 
 var (
@@ -65,10 +66,4 @@ func nearest(word string, known []string) (best string, changes int) {
 }
 
 // clip shortens what a file says, for a message.
-func clip(s string) string {
-	const most = 120
-	if len(s) > most {
-		return strings.ToValidUTF8(s[:most], "") + "..."
-	}
-	return s
-}
+func clip(s string) string { return shorten.Text(s, 120) }

@@ -3,8 +3,9 @@ package deploy
 import (
 	"net"
 	"net/netip"
-	"regexp"
 	"strings"
+
+	"github.com/tensorferry/tensorferry/internal/hostname"
 )
 
 // routed are addresses out in the world, one for each family. vLLM-Omni looks at the route to the first: both then find the same
@@ -51,21 +52,5 @@ func isAuto(host string) bool {
 	return strings.EqualFold(host, "auto")
 }
 
-var hostName = regexp.MustCompile(`^[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}$`)
-
-func validHost(host string) bool {
-	a, err := netip.ParseAddr(host)
-	if err == nil {
-		return !a.Unmap().IsUnspecified()
-	}
-	return hostName.MatchString(host)
-}
-
-// remote is true of a host that is not this machine's loopback, from the text alone.
-func remote(host string) bool {
-	a, err := netip.ParseAddr(host)
-	if err == nil {
-		return !a.Unmap().IsLoopback()
-	}
-	return host != "" && !strings.EqualFold(host, "localhost")
-}
+// remote is true of a host that is not this machine's loopback.
+func remote(host string) bool { return host != "" && !hostname.Loopback(host) }

@@ -4,9 +4,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -212,7 +214,7 @@ func viewOf(t *testing.T, file string) peersView {
 	for _, e := range d.edges {
 		edges[fmt.Sprintf("%d %d %s", e.from, e.to, e.kind)] = true
 	}
-	v.Edges = append(v.Edges, sortedKeys(edges)...)
+	v.Edges = append(v.Edges, slices.Sorted(maps.Keys(edges))...)
 	for _, info := range d.Stages {
 		for _, p := range []Place{{}, {Replica: 1, Rank: 2}} {
 			s, err := d.Stage(info.ID, p)

@@ -96,14 +96,12 @@ func (a at) field(name string) (at, bool) {
 // each are the fields in the order of their names.
 func (a at) each() []at {
 	var all []at
-	for _, name := range sortedKeys(a.fields) {
+	for _, name := range slices.Sorted(maps.Keys(a.fields)) {
 		f, _ := a.field(name)
 		all = append(all, f)
 	}
 	return all
 }
-
-func sortedKeys[V any](m map[string]V) []string { return slices.Sorted(maps.Keys(m)) }
 
 func join(key, name string) string {
 	if key == "" {

@@ -33,6 +33,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/tensorferry/tensorferry/internal/hostname"
 	"github.com/tensorferry/tensorferry/transfer"
 )
 
@@ -119,7 +120,7 @@ type Plane struct {
 // New listens and starts to serve. ctx bounds the listening only. The caller closes the plane.
 func New(ctx context.Context, o Options) (*Plane, error) {
 	o = o.withDefaults()
-	if ip, err := netip.ParseAddr(o.Advertise); err == nil && ip.IsUnspecified() {
+	if hostname.Unspecified(o.Advertise) {
 		return nil, fmt.Errorf("%w: tcp: host %s cannot be advertised: set Advertise to an address that peers can reach", transfer.ErrBadRequest, o.Advertise)
 	}
 	if len(o.Advertise) > maxHost {
