@@ -164,6 +164,7 @@ func TestWhatIsImpossibleIsNamedWithItsKeyValueAndFix(t *testing.T) {
 		{"a rank below 0", func(c *Config) { c.Rank = -1 }, []string{"dp_rank", "-1"}},
 		{"no tmpfs", func(c *Config) { c.ShmDir = "/no/such" }, []string{"shm_dir", "/no/such", "tmpfs"}},
 		{"a mode that is no octal", func(c *Config) { c.ModeText = "0888" }, []string{"region_mode", "0888", "octal"}},
+		{"a mode to run it", func(c *Config) { c.ModeText = "0777" }, []string{"region_mode", "0777", "octal"}},
 		{"a mode that the owner cannot use", func(c *Config) { c.ModeText = "0400" }, []string{"region_mode", "0400", "0600"}},
 		{"a mode that all can write", func(c *Config) { c.ModeText = "0666" }, []string{"region_mode", "0666", "anybody"}},
 		{"a group's mode", func(c *Config) { c.ModeText = "0640" }, nil},

@@ -391,6 +391,7 @@ func TestHandshakesAreRefusedWithAReason(t *testing.T) {
 		{"no pool named of two", &api.Hello{Version: 1}, api.CodeNoPool, n.pools[1].group},
 		{"a pool that is not here", &api.Hello{Version: 1, Pool: "f00"}, api.CodeNoPool, "another"},
 		{"no hello", &api.Request{}, api.CodeBadRequest, "hello"},
+		{"a name that is too long", &api.Hello{Version: 1, MinVersion: 1, Pool: n.pools[0].group, Name: strings.Repeat("n", 5000)}, api.CodeBadRequest, `a string of 5000 bytes, at most 4096, in "name"`},
 	} {
 		nc, err := net.Dial("unix", n.Ready().Socket)
 		if err != nil {

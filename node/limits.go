@@ -3,6 +3,7 @@ package node
 import (
 	"errors"
 	"fmt"
+	"net"
 
 	"golang.org/x/sys/unix"
 )
@@ -31,9 +32,13 @@ func checkFiles() error {
 
 const filesFix = "ulimit -n 4096, LimitNOFILE=4096 in a systemd unit, or docker run --ulimit nofile=4096"
 
-// listenFix is what to do when a port cannot be listened on: fix, unless the process or the machine has no descriptors left.
+// listenFix is what to do when a port cannot be listened on: fix, unless the process or the machine has no descriptors left, or the host is
+// not this machine's.
 func listenFix(err error, fix string) string {
+	var name *net.DNSError
 	switch {
+	case errors.As(err, &name), errors.Is(err, unix.EADDRNOTAVAIL):
+		return "give an address of this machine, or a name that stands for one"
 	case errors.Is(err, unix.EMFILE):
 		return "allow the process more descriptors: " + filesFix
 	case errors.Is(err, unix.ENFILE):

@@ -16,6 +16,9 @@ func TestAPortThatCannotBeListenedOnIsToldWithWhatHelps(t *testing.T) {
 		unix.EADDRINUSE: "use a free port",
 		unix.EMFILE:     "ulimit -n",
 		unix.ENFILE:     "fs.file-max",
+
+		unix.EADDRNOTAVAIL: "an address of this machine",
+		&net.DNSError{Err: "no such host", Name: "nobody's"}: "an address of this machine",
 	} {
 		err := fmt.Errorf("admin: %w", &net.OpError{Op: "listen", Err: os.NewSyscallError("socket", errno)})
 		if got := listenFix(err, "use a free port"); !strings.Contains(got, want) {

@@ -23,7 +23,9 @@ func (mortal) Counts() nixl.Counts {
 func TestAgentsThatDieAreInTheMetrics(t *testing.T) {
 	usual := planeMakers[transfer.TCP]
 	defer func() { planeMakers[transfer.TCP] = usual }()
-	planeMakers[transfer.TCP] = func(context.Context, *settings, *slog.Logger) (transfer.Plane, error) { return mortal{newFaulty()}, nil }
+	planeMakers[transfer.TCP] = func(context.Context, *settings, *slog.Logger) (transfer.Plane, error) {
+		return mortal{newFaulty()}, nil
+	}
 	cfg := testConfig(t, 16)
 	cfg.Planes = []string{transfer.TCP}
 	n := startNode(t, cfg)

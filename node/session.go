@@ -96,14 +96,17 @@ func (s *session) watch() <-chan struct{} {
 
 func (s *session) greet() error {
 	peer, err := api.PeerOf(s.sock, true)
+	s.peer = peer
 	if err != nil {
 		return s.refuse(&api.Refused{Code: api.CodeOf(err), Message: err.Error()})
 	}
-	s.peer = peer
 	if err := s.conn.SetReceiveDeadline(time.Now().Add(helloTimeout)); err != nil {
 		return err
 	}
 	m, err := s.conn.Receive()
+	if errors.Is(err, api.ErrMalformed) || errors.Is(err, api.ErrLimit) {
+		return s.refuse(&api.Refused{Code: api.CodeBadRequest, Message: err.Error()})
+	}
 	if err != nil {
 		return err
 	}

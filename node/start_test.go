@@ -65,6 +65,8 @@ func TestAStartThatFailsLeavesNothing(t *testing.T) {
 	}{
 		// C83: a bind that failed in a thread.
 		{"side channel taken", func(c *Config) { c.SideChannel = taken.Addr().String() }, []string{"side_channel", taken.Addr().String()}, syscall.EADDRINUSE},
+		{"a side channel whose host is nobody's", func(c *Config) { c.SideChannel, c.Trusted = "no-such-host.invalid:0", true }, []string{"side_channel", "no-such-host.invalid:0"}, ErrConfig},
+		{"a side channel of another machine", func(c *Config) { c.SideChannel, c.Trusted = "192.0.2.1:0", true }, []string{"side_channel", "192.0.2.1:0"}, syscall.EADDRNOTAVAIL},
 		{"admin taken", func(c *Config) { c.Admin = taken.Addr().String() }, []string{"admin", taken.Addr().String()}, syscall.EADDRINUSE},
 		{"data port taken", func(c *Config) { c.DataPort = taken.Addr().(*net.TCPAddr).Port }, []string{"planes", "tcp"}, syscall.EADDRINUSE},
 		{"a plane that this machine has not", func(c *Config) { c.Planes, c.NIXL.Library = []string{"mapped", "nixl"}, "/no/such/libnixl_capi.so" }, []string{"planes", "nixl"}, nixl.ErrMissing},

@@ -20,7 +20,8 @@ type Peer struct {
 	Process *os.File
 }
 
-// PeerOf asks the kernel who is at the other end. watch asks for Peer.Process. ErrLimit: that needs a descriptor, and none is left.
+// PeerOf asks the kernel who is at the other end. watch asks for Peer.Process. ErrLimit: that needs a descriptor, and none is left; the rest
+// of the Peer is good then.
 func PeerOf(sock *net.UnixConn, watch bool) (Peer, error) {
 	raw, err := sock.SyscallConn()
 	if err != nil {
@@ -39,10 +40,7 @@ func PeerOf(sock *net.UnixConn, watch bool) (Peer, error) {
 			p.Process, opErr = system.peer(int(fd), p.PID)
 		}
 	})
-	if err = errors.Join(err, opErr); err != nil {
-		return Peer{}, err
-	}
-	return p, nil
+	return p, errors.Join(err, opErr)
 }
 
 // Exhausted says whether an error means that the process or the machine has no descriptor or memory left for now. A nil error: no.

@@ -23,12 +23,15 @@ func TestAPeerThatCannotBeWatchedForWantOfDescriptorsIsALimit(t *testing.T) {
 	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: uint64(free), Max: r.Max}); err != nil {
 		t.Fatal(err)
 	}
-	_, err = PeerOf(sock, true)
+	peer, err := PeerOf(sock, true)
 	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &r); err != nil {
 		t.Fatal(err)
 	}
 	if !errors.Is(err, ErrLimit) || CodeOf(err) != CodeLimit || !Exhausted(err) {
 		t.Errorf("%v: code %q, want %q", err, CodeOf(err), CodeLimit)
+	}
+	if peer.PID != os.Getpid() || peer.UID != os.Getuid() || peer.Process != nil { // for the log
+		t.Errorf("%+v", peer)
 	}
 }
 

@@ -68,6 +68,9 @@ func (r *reader) object(field func(key []byte) bool) {
 		if !field(k) {
 			r.skip(maxDepth)
 		}
+		if r.err != nil {
+			r.err = fmt.Errorf("%w, in %.64q", r.err, k)
+		}
 	}
 }
 
