@@ -175,7 +175,7 @@ func (w *worker) dawdle(ctx context.Context) {
 func (w *worker) act(ctx context.Context, c *client.Client) {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Second+w.some(2*time.Second))
 	defer cancel()
-	if w.rng.IntN(50) == 0 { // somebody gave up
+	if w.rng.IntN(10) == 0 { // somebody gave up
 		var soon context.CancelFunc
 		ctx, soon = context.WithTimeout(ctx, w.some(20*time.Millisecond)+1)
 		defer soon()
