@@ -154,6 +154,9 @@ func (r *Reservation) Buffers() [][]byte {
 	return r.e.c.buffers(r.e.extents, r.e.bytes)
 }
 
+// Checksum is xxh3 of the bytes of Buffers, which is the one that entries keep.
+func (r *Reservation) Checksum() uint64 { return checksum(r.Buffers()) }
+
 // is tells if the entry reserved is in the given phase.
 func (r *Reservation) is(p phase) bool { return r.e.gen == r.gen && r.e.phase == p }
 

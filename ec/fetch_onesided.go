@@ -78,7 +78,7 @@ func (c *Consumer) readOneSided(ctx context.Context, w wanted, owner uint64) (Re
 	}
 	var sum *uint64
 	if c.o.Verify {
-		is := checksum(res.Buffers())
+		is := res.Checksum()
 		if s.HasChecksum && is != s.Checksum {
 			c.stats.checksumFailed.Add(1)
 			c.log.warn("checksum", w.addr, "an entry does not have the checksum that its producer's slot table has for it",

@@ -233,7 +233,7 @@ func (f *flight) check() event {
 	if !f.c.o.Verify {
 		return evVerified
 	}
-	sum := checksum(f.res.Buffers())
+	sum := f.res.Checksum()
 	if f.sum != nil && sum != *f.sum {
 		f.c.stats.checksumFailed.Add(1)
 		f.spoiled++

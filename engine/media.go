@@ -9,6 +9,8 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+
+	"github.com/tensorferry/tensorferry/internal/shorten"
 )
 
 // media loads what an image_url names: a data: URL, or a file: URL inside one allowed directory. Nothing is ever fetched.
@@ -121,10 +123,4 @@ func (m *media) file(ref string) ([]byte, error) {
 }
 
 // clip keeps what a client sent from filling answers and logs.
-func clip(s string) string {
-	const most = 80
-	if len(s) <= most {
-		return s
-	}
-	return strings.ToValidUTF8(s[:most], "") + "..."
-}
+func clip(s string) string { return shorten.Text(s, 80) }

@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/zeebo/xxh3"
+
 	"github.com/tensorferry/tensorferry/ec"
 	"github.com/tensorferry/tensorferry/node/client"
 	"github.com/tensorferry/tensorferry/transfer"
@@ -164,7 +166,7 @@ func TestAdminShowsEntriesAndStatus(t *testing.T) {
 	}
 	e := entries[0]
 	if e.Key != "k" || e.State != "ready" || e.Bytes != 3*testBlock || e.Dtype != "torch.bfloat16" || e.Pins != 1 || e.Gen == 0 ||
-		len(e.Extents) != 1 || e.Extents[0][1] != 3 || e.Pool != n.pools[0].group || e.Sum != fmt.Sprintf("%016x", checksum([][]byte{payload(3, 1)})) {
+		len(e.Extents) != 1 || e.Extents[0][1] != 3 || e.Pool != n.pools[0].group || e.Sum != fmt.Sprintf("%016x", xxh3.Hash(payload(3, 1))) {
 		t.Errorf("%+v", e)
 	}
 	var st nodeStatus

@@ -2,6 +2,7 @@ package node
 
 import (
 	"fmt"
+	"maps"
 	"math"
 	"net"
 	"os"
@@ -43,7 +44,7 @@ func Load(path string, environ []string, flags map[string]string) (Config, error
 	if err := loadEnv(&c, environ); err != nil {
 		return Config{}, err
 	}
-	for _, key := range sortedKeys(flags) {
+	for _, key := range slices.Sorted(maps.Keys(flags)) {
 		if err := assign(&c, key, flags[key]); err != nil {
 			return Config{}, fmt.Errorf("flags: %w", err)
 		}
@@ -72,7 +73,7 @@ func loadFile(c *Config, path string) error {
 			return inFile(err)
 		}
 	}
-	for _, key := range sortedKeys(values) {
+	for _, key := range slices.Sorted(maps.Keys(values)) {
 		if err := assign(c, key, values[key]); err != nil {
 			return inFile(err)
 		}
@@ -93,7 +94,7 @@ func assignPools(c *Config, raw any) error {
 			return bad(at, item, "give keys and values: %s", strings.Join(poolKeys, ", "))
 		}
 		fields := fieldsOf(reflect.ValueOf(&c.Pools[i]).Elem(), "")
-		for _, key := range sortedKeys(values) {
+		for _, key := range slices.Sorted(maps.Keys(values)) {
 			f, known := fields[key]
 			if !known {
 				return unknown(at+"."+key, key, poolKeys)
@@ -154,9 +155,9 @@ func EnvName(key string) string {
 func Keys() []string { return slices.Clone(allKeys) }
 
 var (
-	poolKeys = sortedKeys(fieldsOf(reflect.ValueOf(&PoolConfig{}).Elem(), ""))
+	poolKeys = slices.Sorted(maps.Keys(fieldsOf(reflect.ValueOf(&PoolConfig{}).Elem(), "")))
 	allKeys  = func() []string {
-		keys := sortedKeys(fieldsOf(reflect.ValueOf(&Config{}).Elem(), ""))
+		keys := slices.Sorted(maps.Keys(fieldsOf(reflect.ValueOf(&Config{}).Elem(), "")))
 		keys = append(keys, poolKeys...)
 		keys = append(keys, ackTimeoutKey)
 		slices.Sort(keys)
@@ -321,13 +322,4 @@ func setList(f reflect.Value, key string, value any, list []any) error {
 	}
 	*p = out
 	return nil
-}
-
-func sortedKeys[V any](m map[string]V) []string {
-	keys := make([]string, 0, len(m))
-	for k := range m {
-		keys = append(keys, k)
-	}
-	slices.Sort(keys)
-	return keys
 }

@@ -144,7 +144,7 @@ func (s *session) commit(op *api.Op, r *api.Result) error {
 	case op.HasSum:
 		sum = &op.Sum
 	case s.e.sums:
-		v := checksum(res.Buffers())
+		v := res.Checksum()
 		sum = &v
 	}
 	info, err := res.Commit(sum)

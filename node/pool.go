@@ -6,8 +6,6 @@ import (
 	"log/slog"
 	"time"
 
-	"github.com/zeebo/xxh3"
-
 	"github.com/tensorferry/tensorferry/ec"
 	"github.com/tensorferry/tensorferry/node/internal/api"
 	"github.com/tensorferry/tensorferry/region"
@@ -122,16 +120,4 @@ func (p *pool) announcement(op *api.Op, host string, port, generation int) ec.An
 		}
 	}
 	return a
-}
-
-// checksum of an entry's bytes.
-func checksum(buffers [][]byte) uint64 {
-	if len(buffers) == 1 {
-		return xxh3.Hash(buffers[0])
-	}
-	h := xxh3.New()
-	for _, b := range buffers {
-		_, _ = h.Write(b)
-	}
-	return h.Sum64()
 }

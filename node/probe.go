@@ -80,7 +80,7 @@ func (p *probes) make(body []byte) {
 		}
 		var sum *uint64
 		if p.checksums {
-			x := checksum(res.Buffers())
+			x := res.Checksum()
 			sum = &x
 		}
 		if _, err := res.Commit(sum); err != nil {

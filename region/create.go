@@ -8,10 +8,11 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/tensorferry/tensorferry/internal/boottime"
 )
 
 // raceTries bounds the loops that start again because a name changed under them. Each turn needs another process that acted
@@ -399,10 +400,9 @@ func (c *claim) drop(dir *os.File) error {
 
 // bootID names the run of the kernel that a file in memory cannot outlive; empty where /proc does not tell.
 func bootID() string {
-	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	id, err := boottime.ID()
 	if err != nil {
 		return ""
 	}
-	id := strings.TrimSpace(string(b))
 	return id[:min(len(id), bootIDBytes)]
 }

@@ -157,6 +157,24 @@ func HasTensor(root Node) bool {
 	return found
 }
 
+// HasTuple is true if a tuple is in the tree, within MaxDepth.
+func HasTuple(root Node) bool { return hasTuple(root, 0) }
+
+func hasTuple(n Node, depth int) bool {
+	if depth > MaxDepth {
+		return false
+	}
+	switch n := n.(type) {
+	case Tuple:
+		return true
+	case List:
+		return slices.ContainsFunc(n, func(v Node) bool { return hasTuple(v, depth+1) })
+	case Map:
+		return slices.ContainsFunc(n, func(e Entry) bool { return hasTuple(e.Value, depth+1) })
+	}
+	return false
+}
+
 var errStop = fmt.Errorf("%w: stop", ErrTree)
 
 // walk rebuilds a tree with every node that is no map, list or tuple replaced by what visit gives. Parts in which nothing is

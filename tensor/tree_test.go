@@ -225,3 +225,26 @@ func BenchmarkSplitJoin50Leaves(b *testing.B) {
 		}
 	}
 }
+
+func TestATupleIsFoundWhereverItIs(t *testing.T) {
+	deep := Node(Tuple{})
+	for range MaxDepth {
+		deep = List{deep}
+	}
+	for _, c := range []struct {
+		root Node
+		want bool
+	}{
+		{Tuple{}, true},
+		{List{Int(1), Map{Field("a", Null{}), Field("b", List{Tuple{Int(1)}})}}, true},
+		{deep, true},
+		{List{deep}, false}, // past MaxDepth nothing is looked at
+		{List{Map{Field("a", List{})}, String("x")}, false},
+		{Null{}, false},
+		{nil, false},
+	} {
+		if got := HasTuple(c.root); got != c.want {
+			t.Errorf("%.40v: %v", c.root, got)
+		}
+	}
+}

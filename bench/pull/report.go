@@ -37,7 +37,7 @@ func (b *bench) report(w workload, results []measure.Result) {
 			cells = append(cells, "not run")
 			continue
 		}
-		cell := ms(r.Median())
+		cell := measure.Milliseconds(r.Median())
 		if w.count > 1 {
 			cell += fmt.Sprintf(", %.1f GB/s", measure.GBs(w.total(), r.Median()))
 		}
@@ -75,12 +75,4 @@ func over(r, base measure.Result) time.Duration {
 	}
 	slices.Sort(d)
 	return d[len(d)/2]
-}
-
-func ms(d time.Duration) string {
-	v := float64(d.Nanoseconds()) / 1e6
-	if v < 10 {
-		return fmt.Sprintf("%.3f", v)
-	}
-	return fmt.Sprintf("%.1f", v)
 }

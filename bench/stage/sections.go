@@ -85,9 +85,9 @@ func (b *bench) table(w io.Writer, r *rig, columns []string, rounds func(load) i
 			case !ok:
 				cells = append(cells, "")
 			case has && name != theirNIXL:
-				cells = append(cells, fmt.Sprintf("%s (%.1fx)", ms(o.both.Median()), o.both.Faster(base.both)))
+				cells = append(cells, fmt.Sprintf("%s (%.1fx)", measure.Milliseconds(o.both.Median()), o.both.Faster(base.both)))
 			default:
-				cells = append(cells, ms(o.both.Median()))
+				cells = append(cells, measure.Milliseconds(o.both.Median()))
 			}
 		}
 		measure.Row(w, cells...)
@@ -190,14 +190,6 @@ func (b *bench) namespaces(w io.Writer) (err error) {
 		}
 		return b.rounds
 	}, []target{{large, ourTCP, theirNIXL, 3}}, " between namespaces")
-}
-
-func ms(d time.Duration) string {
-	v := float64(d.Nanoseconds()) / 1e6
-	if v < 10 {
-		return fmt.Sprintf("%.3f", v)
-	}
-	return fmt.Sprintf("%.1f", v)
 }
 
 func rate(d time.Duration) string { return fmt.Sprintf("%.0f", 1/d.Seconds()) }

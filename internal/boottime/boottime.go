@@ -24,6 +24,12 @@ func Now() int64 {
 	return ts.Nano() - int64(off)
 }
 
+// ID tells this boot of the machine from its others, and from those of other machines: a UUID as text.
+func ID() (string, error) {
+	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	return string(bytes.TrimSpace(b)), err
+}
+
 // Offset is what this process's time namespace adds to the clock. False: it cannot be known.
 func Offset() (offset time.Duration, known bool) {
 	r := read()

@@ -77,33 +77,10 @@ func (c *Connector) checkPut(key string, root tensor.Node, o stage.PutOptions) e
 		return fmt.Errorf("%w: lease %v", stage.ErrOptions, o.Lease)
 	case o.Readers < 0 || o.Readers > 1:
 		return fmt.Errorf("%w: %d readers; a segment has one, who removes it: put it under as many keys", stage.ErrOptions, o.Readers)
-	case o.Pack.Exact && hasTuple(root, 0):
+	case o.Pack.Exact && tensor.HasTuple(root):
 		return fmt.Errorf("%w: a tuple would arrive as a list, and Exact was asked for", stage.ErrOptions)
 	}
 	return nil
-}
-
-func hasTuple(n tensor.Node, depth int) bool {
-	if depth > tensor.MaxDepth {
-		return false // refused anyway
-	}
-	switch n := n.(type) {
-	case tensor.Tuple:
-		return true
-	case tensor.List:
-		for _, x := range n {
-			if hasTuple(x, depth+1) {
-				return true
-			}
-		}
-	case tensor.Map:
-		for _, x := range n {
-			if hasTuple(x.Value, depth+1) {
-				return true
-			}
-		}
-	}
-	return false
 }
 
 // reserve waits for room under MaxBytes. An unread payload of the key makes way for it first.

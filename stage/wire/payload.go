@@ -44,7 +44,7 @@ func Pack(root tensor.Node, o PackOptions) (*Payload, error) {
 	}
 	p := &Payload{Kind: Object, Tensors: make([]tensor.Tensor, 1)}
 	serialize := AppendObject
-	if tensor.HasTensor(root) || o.Exact && hasTuple(root) {
+	if tensor.HasTensor(root) || o.Exact && tensor.HasTuple(root) {
 		skeleton, leaves, err := tensor.Split(root)
 		if err != nil {
 			return nil, err
@@ -87,26 +87,6 @@ func packTensors(root tensor.Node, exact bool) *Payload {
 		tensors[i] = t
 	}
 	return &Payload{Tensors, top, tensors}
-}
-
-func hasTuple(n tensor.Node) bool {
-	switch n := n.(type) {
-	case tensor.Tuple:
-		return true
-	case tensor.List:
-		for _, v := range n {
-			if hasTuple(v) {
-				return true
-			}
-		}
-	case tensor.Map:
-		for _, e := range n {
-			if hasTuple(e.Value) {
-				return true
-			}
-		}
-	}
-	return false
 }
 
 // Unpack makes the value again. Tensors, and bytes in the serialized part, are views over p's tensors. Errors wrap ErrMalformed,

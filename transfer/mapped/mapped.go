@@ -16,6 +16,7 @@ import (
 	"slices"
 	"sync"
 
+	"github.com/tensorferry/tensorferry/internal/boottime"
 	"github.com/tensorferry/tensorferry/region"
 	"github.com/tensorferry/tensorferry/transfer"
 )
@@ -47,9 +48,9 @@ type Plane struct {
 
 // New makes a plane. It fails only if the machine does not tell its boot id.
 func New(o Options) (*Plane, error) {
-	boot, err := bootID()
+	boot, err := boottime.ID()
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("mapped: this machine's boot id: %w", err)
 	}
 	p := &Plane{
 		boot: boot, workers: o.Workers, log: o.Log,

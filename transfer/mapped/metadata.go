@@ -87,14 +87,6 @@ func decodeLocation(b []byte) (location, error) {
 	return l, nil
 }
 
-func bootID() (string, error) {
-	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return "", fmt.Errorf("mapped: this machine's boot id: %w", err)
-	}
-	return strings.TrimSpace(string(b)), nil
-}
-
 func fileOf(st os.FileInfo) file {
 	s := st.Sys().(*syscall.Stat_t)
 	return file{dev: s.Dev, ino: s.Ino}

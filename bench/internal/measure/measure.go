@@ -128,3 +128,12 @@ func Table(w io.Writer, cells ...string) {
 	}
 	Row(w, rule...)
 }
+
+// Milliseconds writes a time for a table.
+func Milliseconds(d time.Duration) string {
+	v := float64(d.Nanoseconds()) / 1e6
+	if v < 10 {
+		return fmt.Sprintf("%.3f", v)
+	}
+	return fmt.Sprintf("%.1f", v)
+}
