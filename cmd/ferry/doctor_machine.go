@@ -131,7 +131,14 @@ func checkPort(check, address, flag string) finding {
 	l, err := net.Listen("tcp", address)
 	if err != nil {
 		fix := fmt.Sprintf("choose another with %s, port 0 for any free one", flag)
-		if errors.Is(err, unix.EADDRINUSE) {
+		var name *net.DNSError
+		var form *net.AddrError
+		switch {
+		case errors.As(err, &form):
+			return finding{check, fail, err.Error(), fmt.Sprintf("give HOST:PORT with %s", flag)}
+		case errors.As(err, &name), errors.Is(err, unix.EADDRNOTAVAIL):
+			return finding{check, fail, err.Error(), fmt.Sprintf("give an address of this machine, or a name that stands for one, with %s", flag)}
+		case errors.Is(err, unix.EADDRINUSE):
 			return finding{check, fail, address + " is in use", "end the process that listens there (it may be a node that runs already), or " + fix}
 		}
 		return finding{check, fail, err.Error(), fix}
