@@ -408,15 +408,6 @@ func (c *Consumer) ackWait(addr string) time.Duration {
 	return c.t.AckPlain
 }
 
-func (c *Consumer) plane(name string) transfer.Plane {
-	for _, p := range c.o.Planes {
-		if p.Name() == name {
-			return p
-		}
-	}
-	return nil
-}
-
 // Close ends all fetches (FetchCanceled), closes all connections and waits until no plane writes the pool any more, for
 // Timeouts.Quarantine at most. The error says how many destinations may still be written then: the pool must stay mapped.
 func (c *Consumer) Close() error {
