@@ -56,15 +56,9 @@ func decodeLocation(b []byte) (location, error) {
 	bad := func(what string) (location, error) {
 		return location{}, fmt.Errorf("%w: mapped: metadata: %s", transfer.ErrBadRequest, what)
 	}
-	if len(b) > transfer.MaxMetadata {
-		return bad(fmt.Sprintf("%d bytes, at most %d", len(b), transfer.MaxMetadata))
-	}
-	r := fields.NewReader(b)
-	if string(r.Bytes(len(metadataMagic))) != metadataMagic {
-		return bad("not of this plane")
-	}
-	if v := r.Uint16(); v != metadataVersion {
-		return bad(fmt.Sprintf("version %d, %d is known", v, metadataVersion))
+	r, err := fields.Open(b, metadataMagic, metadataVersion)
+	if err != nil {
+		return bad(err.Error())
 	}
 	l := location{boot: r.Str()}
 	l.file = file{dev: r.Uint64(), ino: r.Uint64()}

@@ -39,15 +39,9 @@ func decodeLocation(b []byte) (location, error) {
 	bad := func(what string) (location, error) {
 		return location{}, fmt.Errorf("%w: tcp: metadata: %s", transfer.ErrBadRequest, what)
 	}
-	if len(b) > transfer.MaxMetadata {
-		return bad(fmt.Sprintf("%d bytes, at most %d", len(b), transfer.MaxMetadata))
-	}
-	r := fields.NewReader(b)
-	if string(r.Bytes(len(metadataMagic))) != metadataMagic {
-		return bad("not of this plane")
-	}
-	if v := r.Uint16(); v != metadataVersion {
-		return bad(fmt.Sprintf("version %d, %d is known", v, metadataVersion))
+	r, err := fields.Open(b, metadataMagic, metadataVersion)
+	if err != nil {
+		return bad(err.Error())
 	}
 	l := location{host: r.Str(), port: r.Uint16()}
 	copy(l.id.instance[:], r.Bytes(16))

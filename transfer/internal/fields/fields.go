@@ -1,7 +1,13 @@
 // Package fields reads and writes the little-endian fields of the planes' metadata.
 package fields
 
-import "encoding/binary"
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+
+	"github.com/tensorferry/tensorferry/transfer"
+)
 
 // AppendString appends s with a length of two bytes. s must be shorter than 64 KiB.
 func AppendString(b []byte, s string) []byte {
@@ -18,6 +24,21 @@ type Reader struct {
 
 // NewReader reads b.
 func NewReader(b []byte) *Reader { return &Reader{b: b} }
+
+// Open reads what the metadata of a plane begins with: the plane's magic and its version in two bytes. The error says what is wrong.
+func Open(b []byte, magic string, version uint16) (*Reader, error) {
+	if len(b) > transfer.MaxMetadata {
+		return nil, fmt.Errorf("%d bytes, at most %d", len(b), transfer.MaxMetadata)
+	}
+	r := NewReader(b)
+	if string(r.Bytes(len(magic))) != magic {
+		return nil, errors.New("not of this plane")
+	}
+	if v := r.Uint16(); v != version {
+		return nil, fmt.Errorf("version %d, %d is known", v, version)
+	}
+	return r, nil
+}
 
 // OK says whether every field asked for was there.
 func (r *Reader) OK() bool { return !r.bad }

@@ -1,6 +1,11 @@
 package fields
 
-import "testing"
+import (
+	"fmt"
+	"testing"
+
+	"github.com/tensorferry/tensorferry/transfer"
+)
 
 func TestFieldsComeBackAndEndWithTheBuffer(t *testing.T) {
 	b := AppendString(nil, "abc")
@@ -20,5 +25,30 @@ func TestFieldsComeBackAndEndWithTheBuffer(t *testing.T) {
 	}
 	if r := NewReader([]byte{200, 0, 'x'}); r.Str() != "" || r.OK() {
 		t.Error("a string longer than the buffer was read")
+	}
+}
+
+func TestMetadataOfAnotherPlaneOrVersionIsNotOpened(t *testing.T) {
+	for _, c := range []struct {
+		b    []byte
+		says string
+	}{
+		{[]byte("FABC\x02\x00x"), ""},
+		{[]byte("FXYZ\x02\x00x"), "not of this plane"},
+		{[]byte("FAB"), "not of this plane"},
+		{nil, "not of this plane"},
+		{[]byte("FABC\x03\x00x"), "version 3, 2 is known"},
+		{[]byte("FABC\x02"), "version 0, 2 is known"},
+		{make([]byte, transfer.MaxMetadata+1), fmt.Sprintf("%d bytes, at most %d", transfer.MaxMetadata+1, transfer.MaxMetadata)},
+	} {
+		r, err := Open(c.b, "FABC", 2)
+		switch {
+		case c.says != "":
+			if err == nil || err.Error() != c.says {
+				t.Errorf("%.8q: %v, want %s", c.b, err, c.says)
+			}
+		case err != nil || r.Len() != 1:
+			t.Errorf("%.8q: %v", c.b, err)
+		}
 	}
 }
