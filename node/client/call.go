@@ -104,13 +104,6 @@ func (c *Client) post(l *link, ops []api.Op) {
 	}
 }
 
-// current is the connection to use now. It may be lost already: then sending says so.
-func (c *Client) current() *link {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.link
-}
-
 // send makes one request of ops, which must fit one frame. reply, which may be nil and must not block, gets its results, unless the
 // connection is lost; late: together with the first push, if all of it is fetches.
 func (c *Client) send(l *link, ops []api.Op, late bool, reply func([]api.Result)) (id uint64, err error) {

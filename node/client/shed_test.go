@@ -200,3 +200,10 @@ func TestWhatWasGrantedOnALostConnectionAndNotRestatedIsNotHandedOut(t *testing.
 		t.Errorf("mapped: %v, %v", m, err)
 	}
 }
+
+// current is the connection to use now. It may be lost already: then sending says so.
+func (c *Client) current() *link {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.link
+}
