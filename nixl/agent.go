@@ -61,7 +61,8 @@ type Agent struct {
 }
 
 // NewAgent makes an agent. Names should be unique among all agents that ever meet, and new for each incarnation: NIXL confuses an old
-// agent with a new one of its name.
+// agent with a new one of its name. A name has 1 to 255 bytes, none of them 0. The caller closes the agent. ErrBadArgument: the name, or
+// AgentConfig.Sync.
 func (l *Library) NewAgent(name string, c AgentConfig) (*Agent, error) {
 	if err := checkName("agent", name); err != nil {
 		return nil, err
@@ -140,7 +141,7 @@ func (a *Agent) release(request handle) {
 const maxStuckTries = 8
 
 // Close releases everything of the agent and ends it: READs in progress stop, and nothing writes their destinations afterwards.
-// It waits for calls under way. Idempotent.
+// It waits for calls under way. Idempotent. An error is of memory that the library would not deregister; the agent is over all the same.
 func (a *Agent) Close() error {
 	a.gate.Lock()
 	defer a.gate.Unlock()
@@ -171,7 +172,8 @@ func (a *Agent) Close() error {
 	return first
 }
 
-// Plugins are the names of the backends that the library can create, e.g. "UCX".
+// Plugins are the names of the backends that the library can create, e.g. "UCX", each good for CreateBackend where its own libraries and
+// devices are there.
 func (a *Agent) Plugins() ([]string, error) {
 	if err := a.enter(); err != nil {
 		return nil, err
@@ -189,7 +191,8 @@ type Backend struct {
 }
 
 // CreateBackend starts a backend, e.g. "UCX", with its parameters (nil: its defaults). It lives as long as the agent.
-// The first UCX backend of a process takes about half a second.
+// The first UCX backend of a process takes about half a second. ErrBadArgument: a kind or a parameter with a NUL, or without a name; a Status
+// (StatusBackend, StatusNotFound) if there is no such plugin, or it refuses a parameter.
 func (a *Agent) CreateBackend(kind string, params map[string]string) (*Backend, error) {
 	if err := checkName("backend", kind); err != nil {
 		return nil, err
@@ -290,7 +293,9 @@ func (a *Agent) dropRegistration(r *Registration) bool {
 	return live
 }
 
-// LocalMetadata is what a peer needs to read what is registered now. Opaque; it grows with each registration.
+// LocalMetadata is what a peer's AddPeer needs before it can read what is registered now: the agent's name, how to connect, and its keys. It
+// is opaque, and grows with each registration (44 bytes a range with UCX of 1.3). Where the memory lies has to be sent beside it, see the
+// package. The slice is the caller's.
 func (a *Agent) LocalMetadata() ([]byte, error) {
 	if err := a.enter(); err != nil {
 		return nil, err
@@ -313,7 +318,7 @@ type Peer struct {
 }
 
 // AddPeer makes another agent known by its metadata. Metadata of an agent that is known already refreshes it (it may have registered
-// more since) and gives the same Peer. An agent that restarted under its old name, or registered the same memory anew, is a new Peer; the
+// more since) and gives the same Peer; what its sender told of addresses travels beside it, see the package. metadata is not kept. An agent that restarted under its old name, or registered the same memory anew, is a new Peer; the
 // earlier one is ErrStalePeer from then on. Metadata that is not NIXL's, that is damaged, or that is this agent's own is ErrBadArgument.
 //
 // Metadata that cannot be loaded leaves a Peer of that name as it was, as far as the library can: metadata of another incarnation is tried
@@ -321,7 +326,8 @@ type Peer struct {
 // again; requests and lists made before are ErrStalePeer then. If that fails too (NIXL 1.3 and 1.5 cannot load a name again whose memory
 // they refused), the Peer is ErrStalePeer, the error says so, and only a new agent can add that name again.
 //
-// No other call of the agent runs meanwhile. That may take as long as connecting takes.
+// No other call of the agent runs meanwhile. That may take as long as connecting takes. A dead agent, or one that cannot be reached, is a
+// Status here, or of the first request, as its backend connects.
 func (a *Agent) AddPeer(metadata []byte) (*Peer, error) {
 	m, err := parseMetadata(metadata)
 	if err != nil {
@@ -416,7 +422,7 @@ func (p *Peer) check() error {
 }
 
 // Close forgets the peer: what is made with it is ErrClosed from then on. READs in progress are not stopped, and may still write.
-// Idempotent.
+// Idempotent. An error says that the library had forgotten it already.
 func (p *Peer) Close() error {
 	if err := p.agent.enterAlone(); err != nil {
 		return nil
@@ -430,7 +436,7 @@ func (p *Peer) Close() error {
 	return p.agent.c.invalidatePeer(p.agent.h, p.name).err("forget peer " + p.name)
 }
 
-// Notify sends a message to the peer outside of any request. nil: it was accepted, not that it arrived.
+// Notify sends a message to the peer outside of any request. nil: it was accepted, not that it arrived. ErrStalePeer, or ErrClosed of the peer.
 func (p *Peer) Notify(message []byte) error {
 	if err := p.agent.enterFor(p, nil); err != nil {
 		return err
@@ -440,6 +446,7 @@ func (p *Peer) Notify(message []byte) error {
 }
 
 // Connect makes the connections to the peer now, by the given backends (none: all that both have), which the first transfer would do.
+// ErrBadArgument: a backend of another agent; ErrStalePeer.
 func (p *Peer) Connect(backends ...*Backend) error {
 	handles, err := p.agent.backendHandles(backends)
 	if err != nil {
@@ -453,7 +460,7 @@ func (p *Peer) Connect(backends ...*Backend) error {
 }
 
 // Knows tells whether the peer's metadata, as loaded here, has all these ranges (none: whether there is any metadata). It asks nobody:
-// the peer may be dead. A status error is the answer no.
+// the peer may be dead. A Status is the answer no; ErrBadArgument: a range of address or length 0, or one that wraps.
 func (p *Peer) Knows(d Descs) error {
 	if len(d.Ranges) > 0 {
 		if _, err := checkRanges("knows", d.Ranges); err != nil {

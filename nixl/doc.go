@@ -3,10 +3,20 @@
 //
 // The library is opened at run time: a program that imports this package builds without any header and starts without the library;
 // Load says what is missing. The shared library ships in the Python wheels nixl-cu12 and nixl-cu13. Versions 1.3 and 1.5 are known
-// to work; which calls are there is found out by symbol.
+// to work; which calls are there is found out by symbol. In a module of its own, on Linux of 64 bits, with or without cgo:
 //
-// The order of use is Load, NewAgent, CreateBackend, Register, LocalMetadata on the side that is read; the same plus AddPeer, NewRequest,
-// Post, Wait, Release on the side that reads. A READ may carry a notification, which Notifications returns at the other side.
+//	go get github.com/tensorferry/tensorferry/nixl
+//	pip install nixl     # into the venv that is active when the program runs
+//
+// The order of use is Load, Library.NewAgent, CreateBackend, Register, LocalMetadata on the side that is read; the same plus AddPeer,
+// NewRequest, Post, Wait, Release on the side that reads. A READ may carry a notification, which Notifications returns at the other side.
+//
+// # What travels between the two sides
+//
+// NIXL has no channel of its own for it: the program sends it by any it has. A reader needs the agent's metadata (LocalMetadata), as bytes that
+// it hands to AddPeer, and the place of what it is to read: the MemoryType, and Range.Addr, Len and Device as they are in the process
+// that is read. This package gives no address out of metadata. Metadata made before a Register does not cover what that registered: a
+// request that names it fails at NewRequest until newer metadata was added.
 //
 // # Finding the library
 //
@@ -14,11 +24,23 @@
 // in the active Python venv (VIRTUAL_ENV), in the user's site-packages (below HOME/.local), in the system's site-packages and in a few
 // system folders, in that order, and takes the first that it can use. Find lists them; Library.Why says which was taken, and why others were not.
 //
+// # Errors
+//
+// They wrap one of these, and say what failed: ErrNotFound and ErrUnsupported of Load; ErrBadArgument for what was refused before it reached
+// the library, the value in the text; ErrClosed for what is closed or released; ErrStalePeer for what has to be made anew; context errors of
+// Request.Wait; or a Status, which is the library's own answer, found by errors.As. A Status tells little (1.3 gives StatusBackend
+// for nearly everything): the library prints the reason on stderr. Unless it says otherwise, each method of an agent, and of what belongs to one,
+// gives ErrClosed after Agent.Close, ErrUnsupported if the library lacks the call, and else the Status of that call.
+//
 // # Environment
 //
 // UCX, below NIXL, is configured by environment variables that it reads when it is loaded. Load sets those of Environment before, unless
 // they are set already (to nothing counts too), for the whole process. What an operator sets otherwise, such as UCX_TLS and
 // UCX_NET_DEVICES, is UCX's own matter. NIXL_LOG_LEVEL, too, has to be set before Load.
+//
+// UCX_MODULES, which Load sets on machines without RDMA devices, is "all", or names of modules with commas, or ^ and the names of those that are
+// not to be loaded. A module's name is that of its file, libuct_NAME.so in the wheel's folder nixl_cu12.libs/ucx or nixl_cu13.libs/ucx: ib,
+// ib_efa, ib_mlx5, rdmacm, cma, cuda and so on.
 //
 // # Rules that the C library sets
 //

@@ -70,7 +70,7 @@ func newOptions(opts []Option) *options {
 // wheelFile is where the wheels nixl-cu12 and nixl-cu13 put the library, below site-packages.
 const wheelFile = ".nixl_cu1*.mesonpy.libs/libnixl_capi.so"
 
-// Find lists the libraries of this machine in the order in which Load tries them: the path given, or else the environment variable
+// Find lists the libraries of this machine, none if there is none, in the order in which Load tries them: the path given, or else the environment variable
 // NIXL_CAPI_LIB, and nothing else if either names a file; or else the active Python venv (VIRTUAL_ENV), the user's site-packages
 // (below HOME/.local), the system's, system folders. In one place a newer Python comes before an older, and CUDA 13 before 12.
 // Paths are absolute, and files are there. Nothing is opened.
@@ -163,7 +163,9 @@ var loaded struct {
 
 // Load finds and opens the library once per process; later calls give the same one. Of several (see Find) the first that can be used is
 // taken; what was wrong with those before it is in Library.Why. It sets UCX's environment first, except for what the operator set, be
-// it to nothing (see Environment). ErrNotFound if there is none, ErrUnsupported if it lacks a needed symbol.
+// it to nothing (see Environment). ErrNotFound if there is none, ErrUnsupported if it lacks a needed symbol or is NIXL's stub, ErrBadArgument
+// if WithPath names another file than the process has opened; else what dlopen said. Load may be called again after an error, when a library
+// was installed or with another path; the environment that it set stays.
 func Load(opts ...Option) (*Library, error) {
 	o := newOptions(opts)
 	loaded.Lock()

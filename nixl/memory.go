@@ -26,7 +26,7 @@ func (t MemoryType) String() string {
 	return names[t]
 }
 
-// ParseMemoryType takes NIXL's name, such as "DRAM".
+// ParseMemoryType takes NIXL's name, such as "DRAM". ErrBadArgument: it is none.
 func ParseMemoryType(name string) (MemoryType, error) {
 	for t := DRAM; t <= File; t++ {
 		if t.String() == name {
@@ -74,7 +74,8 @@ type Registration struct {
 }
 
 // Register offers ranges to peers, for the given backends (none: all of the agent's). The memory must stay mapped until Close.
-// The ranges of live registrations of one agent must not overlap.
+// The ranges of live registrations of one agent must not overlap. ErrBadArgument: they do, or one is of address or length 0, or none is given;
+// a Status: no backend takes such memory, or not so much of it (RDMA: RLIMIT_MEMLOCK).
 func (a *Agent) Register(t MemoryType, ranges []Range, backends ...*Backend) (*Registration, error) {
 	if _, err := checkRanges("register", ranges); err != nil {
 		return nil, err
@@ -115,7 +116,8 @@ func (r *Registration) Close() error {
 }
 
 // Unmap ends a mapping, all of it, that was registered once, by libc's munmap: UCX watches that function for what it may have cached of
-// the memory, and does not see a plain system call. A second mapping at the same address would be taken for this one.
+// the memory, and does not see a plain system call. A second mapping at the same address would be taken for this one. ErrBadArgument: no
+// bytes; else the system's error.
 func (l *Library) Unmap(b []byte) error {
 	if len(b) == 0 {
 		return fmt.Errorf("%w: unmap of nothing", ErrBadArgument)

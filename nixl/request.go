@@ -75,8 +75,9 @@ func (u *uses) drop() bool { return u.n.Add(-1) == 0 }
 func (u *uses) end() bool { return !u.closed.Swap(true) && u.drop() }
 
 // NewRequest prepares a transfer between local ranges and as many remote ones, pairwise of equal length.
-// All local ranges must lie in memory registered here, the remote ones in memory registered there: else an error. Nothing of the lists is
-// kept by reference.
+// All local ranges must lie in memory registered here, the remote ones in memory registered there: else it is a Status. Nothing of the lists is
+// kept by reference. The caller releases the request. ErrBadArgument: lists or lengths that differ, no ranges, a peer or backend of another agent;
+// ErrStalePeer.
 func (a *Agent) NewRequest(op Operation, local, remote Descs, peer *Peer, o RequestOptions) (*Request, error) {
 	total, err := checkRanges("local", local.Ranges)
 	if err != nil {
@@ -189,7 +190,8 @@ func (r *Request) fresh() error {
 }
 
 // Post starts the transfer and tells whether it is complete already. A request that completed may be posted again; one in progress may
-// not. Over shared memory (cma) the bytes are copied inside this call. After an error see Settled.
+// not (a Status). Over shared memory (cma) the bytes are copied inside this call. ErrStalePeer, or ErrClosed of the local memory: nothing was
+// posted. After a Status see Settled.
 func (r *Request) Post() (done bool, err error) {
 	if err := r.enter(); err != nil {
 		return false, err
@@ -245,7 +247,8 @@ const (
 	pollPerPause = 4
 )
 
-// Wait polls until the transfer is terminal or ctx ends. With ctx's error the transfer is still in progress and may write its destination.
+// Wait polls until the transfer is terminal or ctx ends. With ctx's error the transfer is still in progress and may write its destination;
+// Wait may be called again. Other errors are those of Status.
 func (r *Request) Wait(ctx context.Context) error {
 	var timer *time.Timer
 	pause := pollFirst
@@ -294,7 +297,7 @@ func (r *Request) Telemetry() (Telemetry, error) {
 	return t, s.err("telemetry")
 }
 
-// Backend is the one that moves this request.
+// Backend is the one that moves this request. ErrClosed: it was released.
 func (r *Request) Backend() (*Backend, error) {
 	if err := r.enter(); err != nil {
 		return nil, err
@@ -318,7 +321,7 @@ func (r *Request) Backend() (*Backend, error) {
 // Estimate is how long the backend expects a transfer to take, and how far off that may be.
 type Estimate struct{ Duration, Margin time.Duration }
 
-// Estimate asks the backend what the transfer would take. Not all can tell.
+// Estimate asks the backend what the transfer would take. A Status: it cannot tell, as many cannot.
 func (r *Request) Estimate() (Estimate, error) {
 	if err := r.enter(); err != nil {
 		return Estimate{}, err
@@ -356,7 +359,8 @@ type Prepared struct {
 }
 
 // Prepare checks ranges once: of this agent's registered memory (peer nil) or of the peer's, for the given backends (none: all). Requests over
-// two lists by index, see NewPreparedRequest, are cheaper to make than ones over ranges.
+// two lists by index, see NewPreparedRequest, are cheaper to make than ones over ranges. The caller closes the list. ErrBadArgument: a range of
+// address or length 0; ErrStalePeer; a Status: a range that is not registered.
 func (a *Agent) Prepare(peer *Peer, d Descs, backends ...*Backend) (*Prepared, error) {
 	if _, err := checkRanges("prepare", d.Ranges); err != nil {
 		return nil, err
@@ -433,7 +437,8 @@ func (p *Prepared) fresh() error {
 }
 
 // NewPreparedRequest prepares a transfer between elements of two prepared lists, pairwise, by index: the local list is this agent's own
-// memory, the remote one a peer's. Pairs must be of equal length.
+// memory, the remote one a peer's. Pairs must be of equal length. ErrBadArgument: they are not, an index that is none, or a list of another
+// agent or side; ErrClosed and ErrStalePeer of the lists. The caller releases the request.
 func (a *Agent) NewPreparedRequest(op Operation, local *Prepared, localIndices []int32, remote *Prepared, remoteIndices []int32, o RequestOptions) (*Request, error) {
 	if local == nil || remote == nil {
 		return nil, fmt.Errorf("%w: a prepared list is nil", ErrBadArgument)
