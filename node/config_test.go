@@ -129,6 +129,11 @@ func TestWhatCannotBeReadIsNamedWithItsKeyValueAndFix(t *testing.T) {
 		{name: "pools twice", file: "model: m\npools: [{model: n}]", want: []string{"model", "m", "pools"}},
 		{name: "a key twice", file: "model: m\nmodel: n", want: []string{"model", "already defined"}},
 		{name: "not YAML", file: "{", want: []string{"ferry.yaml"}},
+		{
+			name: "several, everywhere", file: "hold_share: abc\nnonsense: 1\ntimeouts: {read: 3}\ntrusted_network: maybe\npools: [{modle: m, slots: x}, 5]",
+			env: []string{"FERRY_CHECKSUMS=perhaps", "FERRY_DATA_PORT=x"}, flags: map[string]string{"timeouts.idle": "20", "ec_protocol": "two"},
+			want: []string{"hold_share", "nonsense", "timeouts.read", "trusted_network", "pools[0].modle", "pools[0].slots", "pools[1]", "FERRY_CHECKSUMS", "FERRY_DATA_PORT", "timeouts.idle", "ec_protocol"},
+		},
 	} {
 		path := ""
 		if c.file != "" {

@@ -1,6 +1,8 @@
 package node
 
 import (
+	"cmp"
+	"errors"
 	"fmt"
 	"maps"
 	"math"
@@ -33,21 +35,21 @@ const ackTimeoutKey = "consumer_ack_timeout_s"
 // Load puts a configuration together: defaults, under the file (YAML; "" for none), under the environment (as os.Environ gives it),
 // under flags (by key, such as "side_channel" or "timeouts.read", the value as text). Keys of a pool may be given at the top level
 // where there is one pool. An unknown key of the file or the flags is an error that names the nearest known one; an unknown FERRY_
-// variable is not ours and is left alone. The result is not yet validated: Start does that.
+// variable is not ours and is left alone. The error joins all that cannot be read. The result is not yet validated: Start does that.
 func Load(path string, environ []string, flags map[string]string) (Config, error) {
 	c := DefaultConfig()
+	var errs []error
 	if path != "" {
-		if err := loadFile(&c, path); err != nil {
-			return Config{}, err
-		}
+		errs = append(errs, loadFile(&c, path))
 	}
-	if err := loadEnv(&c, environ); err != nil {
-		return Config{}, err
-	}
+	errs = append(errs, loadEnv(&c, environ))
 	for _, key := range slices.Sorted(maps.Keys(flags)) {
 		if err := assign(&c, key, flags[key]); err != nil {
-			return Config{}, fmt.Errorf("flags: %w", err)
+			errs = append(errs, fmt.Errorf("flags: %w", err))
 		}
+	}
+	if err := errors.Join(errs...); err != nil {
+		return Config{}, err
 	}
 	return c, nil
 }
@@ -61,50 +63,53 @@ func loadFile(c *Config, path string) error {
 		return fmt.Errorf("%w: file %s: %w", ErrConfig, path, err)
 	}
 	values := k.All()
-	inFile := func(err error) error { return fmt.Errorf("file %s: %w", path, err) }
+	var errs []error
+	inFile := func(err error) { errs = append(errs, fmt.Errorf("file %s: %w", path, err)) }
 	if raw, given := values["pools"]; given {
 		delete(values, "pools")
 		for _, f := range poolKeys {
 			if v, both := values[f]; both {
-				return inFile(bad(f, v, "the file has pools too: put it into one of them"))
+				inFile(bad(f, v, "the file has pools too: put it into one of them"))
+				delete(values, f)
 			}
 		}
-		if err := assignPools(c, raw); err != nil {
-			return inFile(err)
-		}
+		assignPools(c, raw, inFile)
 	}
 	for _, key := range slices.Sorted(maps.Keys(values)) {
 		if err := assign(c, key, values[key]); err != nil {
-			return inFile(err)
+			inFile(err)
 		}
 	}
-	return nil
+	return errors.Join(errs...)
 }
 
-func assignPools(c *Config, raw any) error {
+// assignPools tells what it cannot read.
+func assignPools(c *Config, raw any, tell func(error)) {
 	list, ok := raw.([]any)
 	if !ok {
-		return bad("pools", raw, "give a list, one - for each pool")
+		tell(bad("pools", raw, "give a list, one - for each pool"))
+		return
 	}
 	c.Pools = make([]PoolConfig, len(list))
 	for i, item := range list {
 		at := fmt.Sprintf("pools[%d]", i)
 		values, ok := item.(map[string]any)
 		if !ok {
-			return bad(at, item, "give keys and values: %s", strings.Join(poolKeys, ", "))
+			tell(bad(at, item, "give keys and values: %s", strings.Join(poolKeys, ", ")))
+			continue
 		}
 		fields := fieldsOf(reflect.ValueOf(&c.Pools[i]).Elem(), "")
 		for _, key := range slices.Sorted(maps.Keys(values)) {
 			f, known := fields[key]
 			if !known {
-				return unknown(at+"."+key, key, poolKeys)
+				tell(unknown(at+"."+key, key, poolKeys))
+				continue
 			}
 			if err := setField(f, at+"."+key, values[key]); err != nil {
-				return err
+				tell(err)
 			}
 		}
 	}
-	return nil
 }
 
 func loadEnv(c *Config, environ []string) error {
@@ -114,36 +119,26 @@ func loadEnv(c *Config, environ []string) error {
 			env[name] = value
 		}
 	}
-	set := func(key, name, value string) error {
-		if err := assign(c, key, value); err != nil {
-			return fmt.Errorf("environment %s: %w", name, err)
-		}
-		return nil
-	}
+	var errs []error
 	host, port := env[envSideChannelHost], env[envSideChannelPort]
 	if host != "" || port != "" {
 		// Only one of the two may be set: the other stays as the file or the default has it.
 		h, p, err := splitAddress("side_channel", c.SideChannel)
 		if err != nil && (host == "" || port == "") {
-			return err
+			errs = append(errs, err)
+		} else {
+			c.SideChannel = net.JoinHostPort(cmp.Or(host, h), cmp.Or(port, strconv.Itoa(p)))
 		}
-		if host == "" {
-			host = h
-		}
-		if port == "" {
-			port = strconv.Itoa(p)
-		}
-		c.SideChannel = net.JoinHostPort(host, port)
 	}
 	for _, key := range allKeys {
 		name := EnvName(key)
 		if value, given := env[name]; given {
-			if err := set(key, name, value); err != nil {
-				return err
+			if err := assign(c, key, value); err != nil {
+				errs = append(errs, fmt.Errorf("environment %s: %w", name, err))
 			}
 		}
 	}
-	return nil
+	return errors.Join(errs...)
 }
 
 // EnvName is the environment variable of a key.
