@@ -163,7 +163,7 @@ func (n *Node) over() error {
 
 // notReady also says which data planes cannot move bytes for now, and whether others can still find the node.
 func (n *Node) notReady() error {
-	return errors.Join(n.over(), n.planeHealth.failed(), n.files.lost())
+	return errors.Join(n.over(), n.planeHealth.failed(), n.lostFiles())
 }
 
 func (n *Node) writeJSON(w http.ResponseWriter, v any) {

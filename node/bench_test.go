@@ -2,6 +2,8 @@ package node
 
 import (
 	"fmt"
+	"os"
+	"strconv"
 	"testing"
 
 	"github.com/tensorferry/tensorferry/node/client"
@@ -67,5 +69,47 @@ func BenchmarkPut1MiB(b *testing.B) {
 		if _, err := c.Put(ctx, fmt.Sprint(i), spec(512), data); err != nil {
 			b.Fatal(err)
 		}
+	}
+}
+
+// BenchmarkRestart is from the start of a process after a kill to the line that says that the node is ready: a region full of entries of
+// 4 MiB is adopted, with their checksums compared or not. FERRY_BENCH_GIB says how large it is, 1 if it does not.
+func BenchmarkRestart(b *testing.B) {
+	gib := 1
+	if text := os.Getenv("FERRY_BENCH_GIB"); text != "" {
+		var err error
+		if gib, err = strconv.Atoi(text); err != nil {
+			b.Fatal(err)
+		}
+	}
+	const rows = 2048 // of an entry
+	for _, sums := range []bool{false, true} {
+		b.Run(fmt.Sprintf("checksums=%t", sums), func(b *testing.B) {
+			cfg := testConfig(b, gib<<30/testBlock)
+			cfg.Checksums = sums
+			p := spawnNode(b, cfg)
+			c := dialNode(b, cfg.Socket)
+			data := payload(rows, 1)
+			for i := range gib << 30 / len(data) {
+				data[0], data[1] = byte(i), byte(i>>8)
+				if _, err := c.Put(b.Context(), fmt.Sprint(i), spec(rows), data); err != nil {
+					b.Fatal(err)
+				}
+			}
+			if err := c.Close(); err != nil {
+				b.Fatal(err)
+			}
+			b.SetBytes(int64(gib) << 30)
+			for b.Loop() {
+				b.StopTimer()
+				p.kill()
+				b.StartTimer()
+				p = spawnNode(b, cfg)
+			}
+			if said := p.said(); said != "" {
+				b.Errorf("not adopted as it was:\n%s", said)
+			}
+			p.end()
+		})
 	}
 }

@@ -122,24 +122,12 @@ func (h *planeHealth) set(p transfer.Plane, err error) {
 	h.down[p] = err
 }
 
-// filesHealth is whether what others find the node by is still there: the engine socket and the regions' files, which a hand or a cleaner of
-// temporary files may take away.
-type filesHealth struct {
-	mu  sync.Mutex
-	err error
-}
-
-// lost says what is gone, nil while nothing is. It takes a start of the node to mend that.
-func (h *filesHealth) lost() error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return h.err
-}
-
-// watch looks until closed is.
-func (h *filesHealth) watch(closed <-chan struct{}, look func() error, log *slog.Logger) {
+// watchFiles logs, until closed is, when what others find the node by has gone: the engine socket and the regions' files, which a hand or a
+// cleaner of temporary files may take away. It takes a start of the node to mend that. Readiness looks by itself.
+func watchFiles(closed <-chan struct{}, look func() error, log *slog.Logger) {
 	tick := time.NewTicker(checkEvery)
 	defer tick.Stop()
+	var before error
 	for {
 		select {
 		case <-closed:
@@ -147,20 +135,17 @@ func (h *filesHealth) watch(closed <-chan struct{}, look func() error, log *slog
 		case <-tick.C:
 		}
 		err := look()
-		h.mu.Lock()
-		before := h.err
-		h.err = err
-		h.mu.Unlock()
 		switch {
 		case err != nil && before == nil:
 			log.Error("the node can no longer be found: it has to be started again", "error", err)
 		case err == nil && before != nil:
 			log.Info("what was gone is there again", "was", before)
 		}
+		before = err
 	}
 }
 
-// lostFiles looks for the engine socket and the regions.
+// lostFiles looks for the engine socket and the regions: some 10 us.
 func (n *Node) lostFiles() error {
 	errs := []error{n.socket.lost()}
 	for _, p := range n.pools {

@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"errors"
+	"io"
 	"log/slog"
 	"net/http"
 	"os"
@@ -135,16 +136,21 @@ func TestANodeThatCannotBeFoundAnyMoreIsNotReady(t *testing.T) {
 			if err := c.lose(n); err != nil {
 				t.Fatal(err)
 			}
-			if err := n.lostFiles(); err == nil || !strings.Contains(err.Error(), c.want) {
-				t.Errorf("%v; want %q", err, c.want)
+			// At once, and not when somebody has looked next.
+			resp, err := http.Get("http://" + n.Ready().Admin + "/readyz")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer resp.Body.Close()
+			if text, _ := io.ReadAll(resp.Body); resp.StatusCode != http.StatusServiceUnavailable || !strings.Contains(string(text), c.want) {
+				t.Errorf("%d %s; want 503 and %q", resp.StatusCode, text, c.want)
 			}
 		})
 	}
 }
 
-func TestReadinessFollowsTheFilesThatOthersFindTheNodeBy(t *testing.T) {
+func TestFilesThatGoAndComeAreLoggedOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var h filesHealth
 		var state atomic.Pointer[error]
 		look := func() error {
 			if err := state.Load(); err != nil {
@@ -156,27 +162,20 @@ func TestReadinessFollowsTheFilesThatOthersFindTheNodeBy(t *testing.T) {
 		log := &logged{}
 		go func() {
 			defer close(ended)
-			h.watch(closed, look, slog.New(slog.NewTextHandler(log, nil)))
+			watchFiles(closed, look, slog.New(slog.NewTextHandler(log, nil)))
 		}()
-		at := func(want error) {
-			t.Helper()
+		for i, err := range []error{nil, errors.New("the socket was removed"), errors.New("and the region"), nil, nil} {
+			state.Store(nil)
+			if err != nil {
+				state.Store(&err)
+			}
 			time.Sleep(checkEvery)
 			synctest.Wait()
-			if err := h.lost(); !errors.Is(err, want) {
-				t.Errorf("%v, want %v", err, want)
+			if got, want := strings.Count(log.String(), "\n"), []int{0, 1, 1, 2, 2}[i]; got != want {
+				t.Errorf("look %d: %d log lines, want %d:\n%s", i, got, want, log.String())
 			}
 		}
-		gone := errors.New("the socket was removed")
-		at(nil)
-		state.Store(&gone)
-		at(gone)
-		at(gone)
-		state.Store(nil)
-		at(nil)
 		close(closed)
 		<-ended
-		if n := strings.Count(log.String(), "\n"); n != 2 {
-			t.Errorf("%d log lines, want one for each change:\n%s", n, log)
-		}
 	})
 }

@@ -40,7 +40,6 @@ type Node struct {
 	socket      *engineSocket
 	engines     *engines
 	planeHealth *planeHealth
-	files       filesHealth
 	admin       *adminServer // nil: off
 	ready       Ready
 
@@ -93,7 +92,7 @@ func Start(ctx context.Context, c Config, log *slog.Logger) (*Node, error) {
 	}
 	n.watch()
 	go n.planeHealth.watch(n.closed)
-	go n.files.watch(n.closed, n.lostFiles, n.log)
+	go watchFiles(n.closed, n.lostFiles, n.log)
 	n.log.Info("node ready", "socket", n.ready.Socket, "side_channel", net.JoinHostPort(s.host, strconv.Itoa(n.ready.PeerPort)),
 		"advertised", n.ready.PeerHost, "admin", n.ready.Admin, "planes", n.planeList(), "ec_protocol", s.ECProtocol, "instance", s.Instance)
 	return n, nil
