@@ -279,6 +279,9 @@ func (d *Dealer) receive() (got int, more bool) {
 	return got, true
 }
 
+// notARouter is why a connection may be accepted and no handshake follow. The kernel accepts for a process that is stopped, too.
+const notARouter = "what listens there may be stopped or overloaded, or be no side channel (a ZeroMQ ROUTER)"
+
 // watchLink takes in what the monitor has to say, and says whether there is a connection to work on.
 func (d *Dealer) watchLink() bool {
 	why := ""
@@ -294,9 +297,9 @@ func (d *Dealer) watchLink() bool {
 		case zmq4.EVENT_DISCONNECTED:
 			why = "the connection was lost"
 		case zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq4.EVENT_HANDSHAKE_FAILED_AUTH:
-			why = fmt.Sprintf("the handshake failed, ZeroMQ's error 0x%x: is it a ZeroMQ ROUTER?", value)
+			why = fmt.Sprintf("the handshake failed, ZeroMQ's error 0x%x: %s", value, notARouter)
 		case zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-			why = fmt.Sprintf("the handshake failed, %v: is it a ZeroMQ ROUTER?", syscall.Errno(value))
+			why = fmt.Sprintf("the handshake failed, %v: %s", syscall.Errno(value), notARouter)
 		}
 		return why == ""
 	})

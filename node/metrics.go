@@ -101,7 +101,7 @@ var (
 	mRetiringKept  = gauge("agents_retiring_blocks", "Blocks that only former agents serve: free at their end.")
 	mAgentsDied    = counter("agents_died_total", "NIXL agents that died by themselves, by what they did and how they died.", "role", "reason")
 	mUnsettled     = counter("reads_unsettled_total", "READs over NIXL that failed and might go on writing: their destinations were kept until the agent was over.")
-	mReplaced      = counter("agents_replaced_total", "NIXL agents that were replaced to end such READs.")
+	mReplaced      = counter("agents_replaced_total", "NIXL agents that were replaced to end READs that failed and might go on writing.")
 
 	mEngines    = gauge("engines", "Engines connected.")
 	mAway       = gauge("engines_away", "Engines that lost their connection and live: what they may use of the pool is kept for them.", "pool")

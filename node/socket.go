@@ -1,11 +1,13 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"net"
 	"os"
+	"path/filepath"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -40,6 +42,22 @@ func bindEngine(ctx context.Context, path string) (*engineSocket, error) {
 		return nil, errors.Join(err, s.release())
 	}
 	return s, nil
+}
+
+// CheckSocket asks what the start of a node asks of the path of its engine socket: an error if it could not have it, now. "" is the
+// default's path. A socket file that a dead process left is taken away.
+func CheckSocket(ctx context.Context, path string) (abs string, err error) {
+	if abs, err = filepath.Abs(cmp.Or(path, defaultSocket())); err != nil {
+		return path, fmt.Errorf("socket %s: %w", path, err)
+	}
+	if len(abs) > maxSocketPath {
+		return abs, fmt.Errorf("socket %s: %d bytes, a unix socket's path has at most %d; use a shorter directory", abs, len(abs), maxSocketPath)
+	}
+	s, err := bindEngine(ctx, abs)
+	if err != nil {
+		return abs, err
+	}
+	return abs, s.release()
 }
 
 func (s *engineSocket) bind() error {

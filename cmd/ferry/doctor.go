@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"strconv"
 	"text/tabwriter"
 	"time"
 
@@ -29,7 +30,8 @@ pulls the probe, one block of known bytes that every Tensorferry node makes when
 A peer of another kind has no probe; for it, --params takes the ec_transfer_params of a real encoding. The model, dtype, block
 bytes and vLLM version must be the peer's.
 
-Each line says OK, WARN or FAIL. The exit status is 0 if nothing is FAIL.`,
+Each line says OK, WARN or FAIL. The exit status is 0 if nothing is FAIL. With --peer, a socket or port of this machine that is in use is only
+worth a WARN: a node that runs here has them.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := f.read(cmd)
@@ -44,7 +46,7 @@ Each line says OK, WARN or FAIL. The exit status is 0 if nothing is FAIL.`,
 			}
 			ctx, cancel := a.interruptible(cmd.Context())
 			defer cancel()
-			findings := append(examine(c), checkNIXL(ctx, c)...)
+			findings := append(examine(ctx, c, peer != ""), checkNIXL(ctx, c)...)
 			if peer != "" {
 				found, err := a.examinePeer(ctx, c, peer, params, timeout)
 				if err != nil {
@@ -106,16 +108,26 @@ func (a *app) printFindings(all []finding, asJSON bool) error {
 	return nil
 }
 
-// examine looks at this machine.
-func examine(c node.Config) []finding {
-	found := []finding{checkConfig(c), checkShm(c), checkKernel(), checkPopulate(), checkMemlock(c), checkFiles()}
-	found = append(found, checkPorts(c)...)
+// examine looks at this machine. Beside a question to a peer, what a node that runs here has already is only worth a warning: it may be
+// the one that is asked about the way.
+func examine(ctx context.Context, c node.Config, beside bool) []finding {
+	inUse := fail
+	if beside {
+		inUse = warn
+	}
+	found := []finding{checkConfig(c, beside), checkShm(c), checkKernel(), checkPopulate(), checkMemlock(c), checkFiles(), checkSocket(ctx, c, inUse)}
+	found = append(found, checkPorts(c, inUse)...)
 	found = append(found, checkZMQ(), checkCongestion())
 	return append(found, checkEnv(os.Environ())...)
 }
 
-// checkConfig is about a pool only if one is described: doctor runs before there is a configuration, too.
-func checkConfig(c node.Config) finding {
+// checkConfig is about a pool only if one is described: doctor runs before there is a configuration, too. For a question to a peer the
+// pool needs no size.
+func checkConfig(c node.Config, beside bool) finding {
+	if beside && len(c.Pools) == 1 && c.Pools[0].ECCPUBytes == "" {
+		c.Pools = []node.PoolConfig{c.Pools[0]}
+		c.Pools[0].ECCPUBytes = strconv.FormatInt(probeBlocks*c.Pools[0].BlockBytes, 10)
+	}
 	if len(c.Pools) == 0 {
 		return finding{"config", warn, "no pool is described, so only the machine is checked", "give the flags or the --config of ferry node"}
 	}

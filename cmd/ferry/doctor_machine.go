@@ -2,6 +2,7 @@ package main
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -114,20 +115,32 @@ func limitText(n uint64) string {
 	return fmt.Sprint(n)
 }
 
-func checkPorts(c node.Config) []finding {
-	found := []finding{checkPort("side channel", cmp.Or(c.SideChannel, node.DefaultSideChannel), "--side-channel")}
+// checkSocket asks what the start of a node would ask of the engines' socket. inUse is the verdict where a process has it.
+func checkSocket(ctx context.Context, c node.Config, inUse string) finding {
+	path, err := node.CheckSocket(ctx, c.Socket)
+	switch {
+	case errors.Is(err, node.ErrSocketInUse):
+		return finding{"socket", inUse, path + " is in use: a node runs already, it may be", "a second one needs another path, with --socket"}
+	case err != nil:
+		return finding{"socket", fail, err.Error(), "give a path in a directory that this user may write to, with --socket"}
+	}
+	return finding{"socket", good, path + " is free", ""}
+}
+
+func checkPorts(c node.Config, inUse string) []finding {
+	found := []finding{checkPort("side channel", cmp.Or(c.SideChannel, node.DefaultSideChannel), "--side-channel", inUse)}
 	if host, _, err := net.SplitHostPort(c.SideChannel); err == nil && found[0].Verdict == good {
 		if hostname.Loopback(host) {
 			found[0].Detail += ": peers of this machine only"
 		}
 	}
 	if c.Admin != node.AdminOff {
-		found = append(found, checkPort("admin", cmp.Or(c.Admin, node.DefaultAdmin), "--admin"))
+		found = append(found, checkPort("admin", cmp.Or(c.Admin, node.DefaultAdmin), "--admin", inUse))
 	}
 	return found
 }
 
-func checkPort(check, address, flag string) finding {
+func checkPort(check, address, flag, inUse string) finding {
 	l, err := net.Listen("tcp", address)
 	if err != nil {
 		fix := fmt.Sprintf("choose another with %s, port 0 for any free one", flag)
@@ -139,7 +152,7 @@ func checkPort(check, address, flag string) finding {
 		case errors.As(err, &name), errors.Is(err, unix.EADDRNOTAVAIL):
 			return finding{check, fail, err.Error(), fmt.Sprintf("give an address of this machine, or a name that stands for one, with %s", flag)}
 		case errors.Is(err, unix.EADDRINUSE):
-			return finding{check, fail, address + " is in use", "end the process that listens there (it may be a node that runs already), or " + fix}
+			return finding{check, inUse, address + " is in use", "end the process that listens there (it may be a node that runs already), or " + fix}
 		}
 		return finding{check, fail, err.Error(), fix}
 	}

@@ -63,7 +63,7 @@ func (a *app) examinePeer(ctx context.Context, c node.Config, peer, source strin
 	if err != nil || !alive {
 		return append(found, finding{"data path", fail, "not checked: the control path does not work", ""}), err
 	}
-	data, err := d.probe(ctx)
+	data, err := d.probe(ctx, params)
 	if err != nil {
 		return nil, err
 	}
@@ -206,7 +206,7 @@ func (d *peerDoctor) accepts(ctx context.Context, waited time.Duration) (said, f
 }
 
 // probe pulls the block of known bytes.
-func (d *peerDoctor) probe(ctx context.Context) (finding, error) {
+func (d *peerDoctor) probe(ctx context.Context, params ec.Params) (finding, error) {
 	const check = "data path"
 	ann, err := d.oneBlock()
 	if err != nil {
@@ -221,9 +221,11 @@ func (d *peerDoctor) probe(ctx context.Context) (finding, error) {
 	switch {
 	case err != nil:
 		return finding{}, err
+	case r.Outcome == ec.FetchMissing && len(params.Keys()) > 0:
+		return finding{check, good, "the peer has no probe (it is no Tensorferry node, or its pool is full of pinned entries): see the entries of --params", ""}, nil
 	case r.Outcome == ec.FetchMissing:
 		return finding{check, warn, "not checked: the peer has no probe (it is no Tensorferry node, or its pool is full of pinned entries)",
-			"give --params with the announcement of a real encoding, from `ferry ec announce` there"}, nil
+			"give --params with ec_transfer_params of an encoding that it holds: from the answer of the engine that encoded it, or `ferry ec announce` at a node"}, nil
 	case r.Outcome != ec.FetchReady:
 		return finding{check, fail, fmt.Sprintf("%s: %s", r.Outcome, r.Reason),
 			"the data path may use another port than the side channel, and another network: do firewalls let both through?"}, nil
