@@ -23,6 +23,7 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/transfer"
 	"github.com/tensorferry/tensorferry/transfer/nixl"
+	"github.com/tensorferry/tensorferry/transfer/nixl/nixltest"
 	"github.com/tensorferry/tensorferry/transfer/transfertest"
 )
 
@@ -141,11 +142,17 @@ func (f *factory) start(python string) {
 	}()
 }
 
-// said is what all peers wrote to stderr, from that byte on, at most its last 4,000.
+// size is how many bytes all peers have written to stderr.
+func (f *factory) size() int {
+	text, _ := os.ReadFile(f.log)
+	return len(text)
+}
+
+// said is what all peers wrote to stderr, from that byte on, at most its last 64 KiB.
 func (f *factory) said(from int) []byte {
 	text, _ := os.ReadFile(f.log)
 	text = text[min(from, len(text)):]
-	return text[max(0, len(text)-4000):]
+	return text[max(0, len(text)-64<<10):]
 }
 
 func (f *factory) end() {
@@ -206,11 +213,28 @@ func newOurs(t *testing.T, o settings) *ours {
 	t.Cleanup(func() {
 		eventually(t, "the slab is free", func() bool { return e.slab.Used() == 0 })
 		must(t, e.close(patient(t)))
+		text, err := os.ReadFile(log.Name())
+		must(t, err)
+		wantAgentsAlive(t, e.plane.Counts(), text)
 		if left, _ := filepath.Glob(filepath.Join(dir, "*")); len(left) > 0 {
 			t.Errorf("left behind: %v", left)
 		}
 	})
 	return e
+}
+
+// wantAgentsAlive wants no agent to have died, but by UCX whose reader was killed or stopped.
+func wantAgentsAlive(t *testing.T, c nixl.Counts, log []byte) {
+	t.Helper()
+	for _, d := range nixl.Deaths() {
+		switch n := c.Serve[d] + c.Fetch[d]; {
+		case n == 0:
+		case d == nixl.DeathAbort:
+			nixltest.EndedByUCX(t, "an agent", log)
+		default:
+			t.Errorf("%d agents died: %v", n, d)
+		}
+	}
 }
 
 func openOurs(ctx context.Context, python, dir string, log *slog.Logger, o settings) (*ours, error) {

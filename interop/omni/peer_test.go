@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/stage"
+	"github.com/tensorferry/tensorferry/transfer/nixl/nixltest"
 )
 
 // peer is a process with a real NixlConnector.
@@ -22,6 +23,7 @@ type peer struct {
 	lines  *bufio.Reader
 	pid    int
 	killed bool
+	logged int            // bytes that the peers had said before it began
 	at     stage.Endpoint // of one that puts
 }
 
@@ -66,14 +68,14 @@ func newPeer(t *testing.T) *peer {
 	must(t, err)
 	p := &peer{t: t, conn: conn, lines: bufio.NewReader(conn)}
 	p.pid = p.answer().Pid
-	logged := len(peers.said(0))
+	p.logged = peers.size()
 	t.Cleanup(func() {
 		if !p.killed {
 			_ = syscall.Kill(p.pid, syscall.SIGKILL) // its connection is open, so the pid is its own
 		}
 		_ = conn.Close()
 		if t.Failed() {
-			t.Logf("stderr of the peers, its end:\n%s", peers.said(logged))
+			t.Logf("stderr of the peers, its end:\n%s", peers.said(p.logged))
 		}
 	})
 	return p
@@ -135,14 +137,14 @@ func (p *peer) next() (r reply, err error) {
 }
 
 // getFailed wants a get that was begun to give nothing. NIXL 1.3.2 sometimes crashes a reader whose agent to READ from went away when
-// it had posted its READ, whoever the producer is; then the peer is started anew.
+// it had posted its READ, whoever the producer is; then the peer is started anew. No other end of it passes.
 func (p *peer) getFailed(again func() *peer) *peer {
 	p.t.Helper()
 	r, err := p.next()
 	switch {
 	case errors.Is(err, io.EOF):
-		p.t.Log("the reader crashed in NIXL")
 		p.killed = true
+		nixltest.Crashed(p.t, "the reader", peers.said(p.logged))
 		return again()
 	case err != nil:
 		p.t.Fatal(err)
@@ -228,6 +230,25 @@ func (p *peer) drained() {
 		s := p.do(ask{"op": "stat"})
 		return len(s.Pending) == 0 && s.Registrations == 0
 	})
+}
+
+// drainedUnlessEnded is drained for one whose reader has gone while it was stopped, which UCX may end. It says whether it goes on.
+func (p *peer) drainedUnlessEnded() (lives bool) {
+	p.t.Helper()
+	eventually(p.t, "their payloads are released", func() bool {
+		_, err := p.conn.Write([]byte(`{"op": "stat"}` + "\n"))
+		var s reply
+		if err == nil {
+			s, err = p.next()
+		}
+		lives = err == nil
+		return !lives || len(s.Pending) == 0 && s.Registrations == 0
+	})
+	if !lives {
+		p.killed = true
+		nixltest.EndedByUCX(p.t, "the peer", peers.said(p.logged))
+	}
+	return lives
 }
 
 // idle wants nothing to be left of its gets.

@@ -13,8 +13,8 @@ import (
 // Endpoint timeout" and "stubs.c:107 Assertion `0' failed".
 var ucxEnd = regexp.MustCompile(`\[\S+:\d+:\d+:\d+\]\s+\w+\.(c|h|inl):\d+\s+(Fatal: |Assertion ).*`)
 
-// ucxCrash is the line of UCX's handler of signals that end a process.
-var ucxCrash = regexp.MustCompile(`\[\S+:\d+:\d+:\d+\]\s+Caught signal \d+ \(.*`)
+// crash is what Python's faulthandler prints when native code ends its process.
+var crash = regexp.MustCompile(`(?m)^Fatal Python error: (Segmentation fault|Bus error|Aborted)$`)
 
 // EndedByUCX says of a process that is gone that UCX ended it, by what it printed. It ends the test if UCX did not say so: then something
 // else did. name is for the report.
@@ -23,22 +23,22 @@ func EndedByUCX(t testing.TB, name string, printed []byte) bool {
 	return said(t, name, printed, ucxEnd)
 }
 
-// CrashedInUCX is EndedByUCX, also for a process that crashed while UCX's handler of signals was in force: for real peers only, whose own
-// code and whose libraries it does not tell apart. Agents of this module have no such handler.
-func CrashedInUCX(t testing.TB, name string, printed []byte) bool {
+// Crashed is EndedByUCX of a real peer in Python, with its faulthandler enabled, that native code may also have ended: NIXL's, of which
+// nothing is this module's. It is for peers whose source went away under their READ.
+func Crashed(t testing.TB, name string, printed []byte) bool {
 	t.Helper()
-	return said(t, name, printed, ucxEnd, ucxCrash)
+	return said(t, name, printed, ucxEnd, crash)
 }
 
 func said(t testing.TB, name string, printed []byte, lines ...*regexp.Regexp) bool {
 	t.Helper()
 	for _, l := range lines {
 		if line := l.Find(printed); line != nil {
-			t.Logf("UCX ended %s, as it may: %s", name, line)
+			t.Logf("its own NIXL ended %s, as it may: %s", name, line)
 			return true
 		}
 	}
-	t.Fatalf("%s ended, and UCX does not say that it ended it; its end:\n%s", name, printed[max(0, len(printed)-4000):])
+	t.Fatalf("%s ended, and its NIXL does not say that it ended it; its end:\n%s", name, printed[max(0, len(printed)-4000):])
 	return false
 }
 
