@@ -49,6 +49,9 @@ type ServedPool struct {
 	// Granted is what AdoptCache gave. NewProducer takes the pins, and holds them for as long as an agent of the process before
 	// may serve them (see Successor).
 	Granted []*Pin
+	// Former has the agents of the process before that the caller took over because none of the planes does. Nil: there are none. The
+	// caller closes it after the producer.
+	Former Successor
 }
 
 // messenger is what a Producer needs of a control.Router.
@@ -71,6 +74,7 @@ type servedPool struct {
 	blocks    int
 	offerings []offering
 	plain     PlainServer // nil: no plane of this pool speaks to plain peers
+	former    Successor   // nil: none but plain
 
 	// Under the producer's lock: the agent that plain peers were told of last, and what is granted of this pool.
 	agent     *incarnation
@@ -81,6 +85,8 @@ type servedPool struct {
 	burnedBy  usages
 	rotation  rotation
 	granted   []*Pin // by the process before, whose agents still serve; under no lock: see succeed
+	inherited int    // entries of granted, at first
+	left      bool   // its agents outlive the producer, see Leave
 }
 
 // Producer answers peers that ask for entries of its pools: pin, grant, ack, and let go at verify, notification or lease.
@@ -101,6 +107,7 @@ type Producer struct {
 	timer    *time.Timer // next lease to end
 	armed    bool
 	stats    ProducerStats
+	stopped  bool // nothing more is granted
 	closed   bool
 
 	reaper   *reaper
@@ -146,7 +153,7 @@ func (p *Producer) register(ctx context.Context, sp ServedPool) error {
 	}
 	pool := &servedPool{
 		cache: sp.Cache, compat: sp.Compat, blocks: sp.Cache.Stats().Blocks,
-		ownHeld: held{bySource: usages{}}, plainHeld: held{bySource: usages{}}, burnedBy: usages{},
+		ownHeld: held{bySource: usages{}}, plainHeld: held{bySource: usages{}}, burnedBy: usages{}, former: sp.Former,
 	}
 	p.pools[hash] = pool
 	p.order = append(p.order, pool)
@@ -185,7 +192,7 @@ func (p *Producer) serve(m messenger) {
 // producer at this address, which a NACK would keep it from.
 func (p *Producer) Message(from control.Source, body []byte) {
 	p.mu.Lock()
-	closed := p.closed
+	closed, stopped := p.closed, p.stopped
 	p.mu.Unlock()
 	if closed {
 		return
@@ -198,7 +205,9 @@ func (p *Producer) Message(from control.Source, body []byte) {
 	}
 	switch m := m.(type) {
 	case *wire.Request:
-		p.request(from, m)
+		if !stopped {
+			p.request(from, m)
+		}
 	case *wire.Verify:
 		p.verify(from, m)
 	case *wire.Pulled:
@@ -297,8 +306,8 @@ func (p *Producer) screen(from control.Source, r *wire.Request) (*servedPool, wi
 func (p *Producer) grant(from control.Source, r *wire.Request, pool *servedPool, own bool, a *answer) (*grant, wire.Status) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.closed {
-		return nil, wire.NackInternal // closed since the request came
+	if p.closed || p.stopped {
+		return nil, wire.NackInternal // since the request came
 	}
 	id := grantKey{pool, !own, r.Session, r.Key}
 	if g := p.grants.byKey[id]; g != nil {
@@ -531,7 +540,7 @@ func (p *Producer) Close() error {
 		p.mu.Unlock()
 		return nil
 	}
-	p.closed = true
+	p.closed, p.stopped = true, true
 	if p.timer != nil {
 		p.timer.Stop()
 	}
@@ -540,7 +549,7 @@ func (p *Producer) Close() error {
 			pool.rotation.due.Stop()
 		}
 	}
-	ended := p.grants.removeAll()
+	ended := slices.DeleteFunc(p.grants.removeAll(), func(g *grant) bool { return g.plain && g.pool.left })
 	p.mu.Unlock()
 
 	close(p.closing)
@@ -558,7 +567,9 @@ func (p *Producer) Close() error {
 	p.reaper.add(ended...)
 	p.reaper.close()
 	for _, pool := range p.order {
-		pool.releaseGranted()
+		if !pool.left {
+			pool.releaseGranted()
+		}
 	}
 	return errors.Join(errs...)
 }

@@ -161,8 +161,10 @@ func (p *Producer) fillPlain(a *answer, g *grant) {
 	g.acks++
 	g.told = remember(g.told, agent)
 	s := p.grants.plainSession(g.session)
-	if former := g.pool.rotation.retiring; former != nil && former.fresh() {
-		s.knows = remember(s.knows, former) // it may have been told by the process before
+	for _, former := range g.pool.rotation.heirs {
+		if former.fresh() && !former.over() {
+			s.knows = remember(s.knows, former) // it may have been told by a process before
+		}
 	}
 	s.conn, s.gone = g.conn, time.Time{}
 }

@@ -43,10 +43,11 @@ const (
 // rotation is the state of a pool's rotation, under the producer's lock.
 type rotation struct {
 	running  bool
-	retiring *incarnation // serves what it was told of until it is READ; nil: no former one is left
-	since    time.Time    // retiring is no more handed out
-	kept     int          // blocks that only an inherited one serves
-	due      *time.Timer  // looks at burned grants again
+	retiring *incarnation   // serves what it was told of until it is READ; nil: no former one is left
+	since    time.Time      // retiring is no more handed out
+	kept     int            // blocks that only inherited ones serve
+	heirs    []*incarnation // the inherited ones
+	due      *time.Timer    // looks at burned grants again
 }
 
 // overBurned names the limit of burned grants that keeps one more grant from a plain peer, or "". From when a new incarnation is started
@@ -149,12 +150,19 @@ func (p *Producer) rotate(pool *servedPool, rotator Rotator) {
 func (p *Producer) retire(pool *servedPool, former *incarnation, end func()) {
 	check := time.NewTicker(retireCheck)
 	defer check.Stop()
-	for !p.retired(pool, former) {
+	for {
+		select {
+		case <-p.closing:
+			return // the registration's Close ends all incarnations, or leaves them
+		default:
+		}
+		if p.retired(pool, former) {
+			break
+		}
 		select {
 		case <-check.C:
 		case <-former.gone:
 		case <-p.closing:
-			return // the registration's Close ends all incarnations
 		}
 	}
 	end()
@@ -165,7 +173,7 @@ func (p *Producer) rotated(pool *servedPool, retry time.Duration) {
 	p.agentGone(pool) // before it is looked at what is burned
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	pool.rotation.running, pool.rotation.retiring, pool.rotation.kept = false, nil, 0
+	pool.rotation.running, pool.rotation.retiring, pool.rotation.kept, pool.rotation.heirs = false, nil, 0, nil
 	switch {
 	case p.closed || pool.burned.grants == 0:
 	case retry > 0:

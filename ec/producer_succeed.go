@@ -1,18 +1,21 @@
 package ec
 
-import "time"
+import (
+	"time"
+
+	"github.com/tensorferry/tensorferry/transfer"
+)
 
 // A producer that goes on with the entries of one that died may find agents that outlived it. They serve acks that this producer
 // knows nothing of: not who has them, nor how many. So no ack names these agents again, their notifications mean nothing, and they are
-// retired as after a rotation, with two differences: they do not end before sessionGone is over, and every session that is acked in that
+// retired as after a rotation, with two differences: they do not end before sessionGone is over since their process died, and every session that is acked in that
 // time counts as one that knows them, until it has READ by the new one. Those that come later count as gone. Until these agents are over
 // the entries that were granted, which the region records, are pinned.
 
 // Successor may be implemented by a PlainServer that goes on with agents of a process that died.
 type Successor interface {
-	// Former is about the agents that were taken over. Agent never gives them. gone is closed when nothing can be read by them any
-	// more; it is nil if there are none. end ends them and returns then.
-	Former() (gone <-chan struct{}, end func())
+	// Formers are the agents that were taken over, the oldest first. Agent never gives them.
+	Formers() []transfer.Former
 }
 
 // fresh says whether sessions that only the process before knew may still come: all their connections ended with it.
@@ -20,27 +23,41 @@ func (i *incarnation) fresh() bool { return i.inherited && time.Since(i.acked) <
 
 // succeed retires what is left of the process before, and takes its granted entries.
 func (p *Producer) succeed(pool *servedPool, granted []*Pin) {
-	pool.granted = granted
-	var gone <-chan struct{}
-	var end func()
-	if s, ok := pool.plain.(Successor); ok {
-		gone, end = s.Former()
+	pool.granted, pool.inherited = granted, len(granted)
+	s, ok := pool.plain.(Successor)
+	if !ok {
+		s = pool.former
 	}
-	if gone == nil {
+	var formers []transfer.Former
+	if s != nil {
+		formers = s.Formers()
+	}
+	if len(formers) == 0 {
 		pool.releaseGranted()
 		return
 	}
-	former := &incarnation{gone: gone, acked: time.Now(), inherited: true}
-	pool.rotation.running, pool.rotation.retiring, pool.rotation.since = true, former, former.acked
+	r := &pool.rotation
+	for _, f := range formers {
+		r.heirs = append(r.heirs, &incarnation{gone: f.Gone, acked: f.Left, inherited: true})
+	}
+	heirs := r.heirs
+	r.running, r.retiring, r.since = true, heirs[0], heirs[0].acked
 	for _, pin := range granted {
 		for _, e := range pin.Info().Extents {
-			pool.rotation.kept += int(e.Count)
+			r.kept += int(e.Count)
 		}
 	}
 	p.watchers.Go(func() {
 		defer p.rotated(pool, 0)
-		p.retire(pool, former, end)
-		if former.over() {
+		over := true
+		for i, h := range heirs {
+			p.mu.Lock()
+			r.retiring, r.since = h, h.acked
+			p.mu.Unlock()
+			p.retire(pool, h, formers[i].End)
+			over = over && h.over()
+		}
+		if over {
 			pool.releaseGranted()
 		}
 	})

@@ -16,6 +16,7 @@ import (
 type heirs struct {
 	agents
 	former chan struct{} // closed by end
+	since  time.Duration // its process died so long ago
 }
 
 type heir struct {
@@ -31,12 +32,12 @@ func (p *heirs) Register(ctx context.Context, m transfer.Memory, notify func(tra
 	return heir{a.(*agent), p}, nil
 }
 
-// Former implements Successor.
-func (h heir) Former() (gone <-chan struct{}, end func()) {
+// Formers implements Successor.
+func (h heir) Formers() []transfer.Former {
 	if h.plane.former == nil {
-		return nil, nil
+		return nil
 	}
-	return h.plane.former, func() { close(h.plane.former) }
+	return []transfer.Former{{Left: time.Now().Add(-h.plane.since), Gone: h.plane.former, End: func() { close(h.plane.former) }}}
 }
 
 // inherit makes a producer over a cache that another one was killed on, after it had granted "read" to a plain peer that has read

@@ -168,6 +168,9 @@ func (n *Node) startPools(ctx context.Context) error {
 				p.handBack(ctx, n.log)
 			}
 			p.region.KeepFor(n.s.Timeouts.Adopt)
+			if p.left {
+				p.region.ServeFor(n.s.Timeouts.Adopt)
+			}
 			switch remove := n.removes(p); {
 			case !n.busy:
 				p.clients.close()
@@ -264,8 +267,20 @@ func (n *Node) startPeers(ctx context.Context) error {
 		}
 		defer func() { _ = sp.Memory.File.Close() }()
 		if p.region.Adopted() && !n.s.takesOver(n.planes) {
-			if err := nixl.EndServing(ctx, sp.Memory.File, n.log); err != nil {
+			heirs, err := nixl.TakeOver(ctx, sp.Memory.File, n.log)
+			if err != nil {
 				return fmt.Errorf("region %s: %w", p.region.Path(), err)
+			}
+			if len(p.granted) == 0 { // nobody has anything to READ by them
+				_ = heirs.Close() // gives nil
+			} else {
+				sp.Former = heirs
+				n.up("agents of the node before", func(context.Context) error {
+					if !n.serving {
+						heirs.Leave()
+					}
+					return heirs.Close()
+				})
 			}
 		}
 		o.Pools = append(o.Pools, sp)
@@ -426,11 +441,13 @@ func (n *Node) Err() error {
 }
 
 // Close ends it cleanly: engines are disconnected, fetches canceled, grants ended, the socket and (unless keep_region) the regions
-// removed. ctx bounds the wait for work under way; what is then still writing keeps its memory mapped until the process ends.
+// removed. Plain peers get a moment to READ what they were acked; the agents that serve what they have not READ by then go on without the
+// node. ctx bounds the wait for work under way; what is then still writing keeps its memory mapped until the process ends.
 // Idempotent; a second call waits for the first.
 func (n *Node) Close(ctx context.Context) error {
 	n.closeOnce.Do(func() {
 		close(n.closed)
+		n.settle(ctx)
 		n.closeErr = n.takeDown(ctx)
 		n.fail(nil)
 		n.log.Info("node ended", "error", n.closeErr)

@@ -10,6 +10,7 @@ import (
 	"github.com/tensorferry/tensorferry/node/internal/api"
 	"github.com/tensorferry/tensorferry/region"
 	"github.com/tensorferry/tensorferry/transfer"
+	"github.com/tensorferry/tensorferry/transfer/nixl"
 )
 
 // pool is one region and what works on it.
@@ -24,6 +25,7 @@ type pool struct {
 	granted  []*ec.Pin // by the node before; the producer's, once there is one
 
 	grantedBefore []ec.Info // what these are, until the start has succeeded
+	left          bool      // the agents that serve it outlive the node
 }
 
 // entries are those of the cache, with the grants that the producer made of them.
@@ -45,6 +47,7 @@ func openPool(ctx context.Context, s *settings, ps poolSettings, log *slog.Logge
 		Identity: region.Identity{Instance: s.Instance, Group: p.group, Rank: s.Rank},
 		Geometry: region.Geometry{BlockBytes: ps.BlockBytes, Blocks: ps.blocks, Slots: ps.Slots},
 		Keep:     s.Timeouts.Adopt,
+		Reclaim:  nixl.EndUnnamed,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("%w: ec_cpu_bytes %s in shm_dir %s: %w", ErrConfig, ps.ECCPUBytes, s.ShmDir, err)

@@ -109,6 +109,30 @@ func badSideChannel(s *settings, err error) error {
 	return bad("side_channel", s.SideChannel, "%w; %s", err, listenFix(err, "use a free port, or 0 for any"))
 }
 
+// readWait is how long a clean end waits for plain peers to READ what they were acked. An engine that is not busy does in its next step.
+const readWait = 3 * time.Second
+
+// settle ends granting, and has the agents left that a plain peer may still READ by: a vLLM engine that acts on an ack and finds the agent
+// dead ends. With keep_region they are left as by a node that is killed.
+func (n *Node) settle(ctx context.Context) {
+	n.producer.Stop()
+	if !n.s.KeepRegion {
+		ctx, cancel := context.WithTimeout(ctx, readWait)
+		defer cancel()
+		n.producer.Settle(ctx)
+	}
+	for _, p := range n.pools {
+		unread := n.producer.Unread(p.cache)
+		if unread == 0 && !n.s.KeepRegion {
+			continue
+		}
+		if p.left = n.producer.Leave(p.cache); p.left && unread > 0 {
+			n.log.Info("plain peers have not READ all that they were acked: the agents that serve them go on without the node, and keep the pool's memory",
+				"unread", unread, "at_most", n.s.Timeouts.Adopt, "region", p.region.Path())
+		}
+	}
+}
+
 // leaveFormers says whether the end of a plane leaves agents that outlived the node before to the node that comes next.
 func leaveFormers(p transfer.Plane, leave bool) {
 	if p, ok := p.(interface{ LeaveFormers(bool) }); ok {

@@ -126,6 +126,7 @@ func (r *Region) adopt(ctx context.Context, dir *os.File, o Options, k kernel) (
 	atomic.StoreUint64(headerWord(r.mem, offEpoch), r.header.epoch)
 	atomic.StoreUint64(headerWord(r.mem, offOwner), uint64(r.header.owner))
 	atomic.StoreUint64(headerWord(r.mem, offAdoptUntil), uint64(adoptUntil(o.Keep)))
+	atomic.StoreUint64(headerWord(r.mem, offServeUntil), 0)
 	return "", nil
 }
 

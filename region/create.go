@@ -72,7 +72,7 @@ func open(ctx context.Context, o Options, k kernel, mayAdopt bool) (*Region, err
 	}
 	if r == nil && err == nil {
 		if r, err = build(ctx, dir, name, o, k); err == nil {
-			r.reason = why
+			r.reason = why + r.reason
 		}
 	}
 	if err := errors.Join(err, c.drop(dir)); err != nil {
@@ -88,7 +88,25 @@ func open(ctx context.Context, o Options, k kernel, mayAdopt bool) (*Region, err
 func build(ctx context.Context, dir *os.File, name string, o Options, k kernel) (*Region, error) {
 	path := filepath.Join(dir.Name(), name)
 	size := o.Geometry.fileBytes()
-	old, err := reap(ctx, dir, name, o, size)
+	// What processes still serve that outlived files of this name goes before a start fails for it.
+	reclaimed := 0
+	withRoom := func(try func() error) error {
+		err := try()
+		var s *SpaceError
+		if o.Reclaim == nil || !errors.As(err, &s) {
+			return err
+		}
+		n := o.Reclaim(ctx, path)
+		if reclaimed += n; n == 0 {
+			return err
+		}
+		return try()
+	}
+	var old reaped
+	err := withRoom(func() (err error) {
+		old, err = reap(ctx, dir, name, o, size)
+		return err
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -100,14 +118,14 @@ func build(ctx context.Context, dir *os.File, name string, o Options, k kernel) 
 		}
 		return err
 	}
-	if err := checkSpace(dir, path, size, 0); err != nil {
+	if err := withRoom(func() error { return checkSpace(dir, path, size, 0) }); err != nil {
 		return nil, fail(err)
 	}
 	f, temp, err := newFile(dir, name, path, k)
 	if err != nil {
 		return nil, fail(err)
 	}
-	r := &Region{path: path, dir: o.Dir, name: name, file: f, replaced: old.owner, header: header{
+	r := &Region{path: path, dir: o.Dir, name: name, file: f, replaced: old.owner, reason: old.fate(reclaimed), header: header{
 		geometry: o.Geometry, identity: o.Identity, bootID: bootID(), created: time.Now().UnixNano(), creator: os.Getpid(),
 		epoch: old.epoch + 1, owner: os.Getpid(), gen: firstGen(old.gen, time.Now()), adoptUntil: adoptUntil(o.Keep),
 	}}
@@ -200,19 +218,20 @@ func publish(ctx context.Context, dir *os.File, name string, f *os.File, o Optio
 // reap removes what lies under name if it is a region of this user and identity whose owner is dead, and returns its header;
 // a zero header if nothing lies there, or if the file was emptied. Whatever else lies there is left alone and named in the error, and so
 // is a region that waits for its owner's restart unless o.Replace is set. Nothing is removed for a file of size bytes that would still not fit: then
-// a start with other options can go on with what lies there. Processes that serve it for a restart end with its name, and are waited for.
-func reap(ctx context.Context, dir *os.File, name string, o Options, size int64) (header, error) {
+// a start with other options can go on with what lies there. Processes that serve it for a restart go on if peers may still READ what was
+// granted to them, and if there is room for both files; else they end with its name, and are waited for.
+func reap(ctx context.Context, dir *os.File, name string, o Options, size int64) (reaped, error) {
 	path := filepath.Join(dir.Name(), name)
 	for range raceTries {
 		f, err := openOwn(dir, name, unix.O_RDWR)
 		if errors.Is(err, fs.ErrNotExist) {
-			return header{}, nil
+			return reaped{}, nil
 		}
 		if err != nil {
-			return header{}, err
+			return reaped{}, err
 		}
 		h, done, err := reapOpen(ctx, dir, name, path, f, o, size)
-		if done {
+		if done && !h.left {
 			awaitServers(ctx, f)
 		}
 		f.Close() // gives the lock up
@@ -220,10 +239,30 @@ func reap(ctx context.Context, dir *os.File, name string, o Options, size int64)
 			return h, err
 		}
 	}
-	return header{}, fmt.Errorf("%w: %s comes and goes", ErrInUse, path)
+	return reaped{}, fmt.Errorf("%w: %s comes and goes", ErrInUse, path)
 }
 
-func reapOpen(ctx context.Context, dir *os.File, name, path string, f *os.File, o Options, size int64) (h header, done bool, err error) {
+// reaped is a file that was removed.
+type reaped struct {
+	header
+	left   bool // processes go on serving it
+	cutOff bool // they were ended, whatever peers had been granted
+}
+
+// fate says in words what became of the processes that served it, and of so many that served files before it; "" if there were none.
+func (r *reaped) fate(reclaimed int) string {
+	const cost = "and a vLLM engine that was told of them and has not READ yet may end"
+	switch {
+	case r.left && reclaimed == 0:
+		return fmt.Sprintf("; peers may still READ what they were granted of it for %v: its memory is free then",
+			time.Duration(r.adoptUntil-boottime.Now()).Round(time.Second))
+	case r.cutOff || reclaimed > 0:
+		return "; there is no room for its memory beside the new one: the processes that served peers from it were ended, " + cost
+	}
+	return ""
+}
+
+func reapOpen(ctx context.Context, dir *os.File, name, path string, f *os.File, o Options, size int64) (h reaped, done bool, err error) {
 	page, bytes, err := readStart(f)
 	if err != nil {
 		return h, false, &fs.PathError{Op: "region: read", Path: path, Err: err}
@@ -245,7 +284,8 @@ func reapOpen(ctx context.Context, dir *os.File, name, path string, f *os.File, 
 	}
 	// A region of another version of the format may be reaped as well, or an upgrade could never start; only its header means
 	// nothing to us. That of a remnant is not there.
-	h, headerErr := decodeHeader(page, bytes)
+	var headerErr error
+	h.header, headerErr = decodeHeader(page, bytes)
 	if headerErr == nil && h.identity != o.Identity {
 		return h, false, fmt.Errorf("%w: %s is a region of instance %q, group %q, rank %d; remove it if it is not needed",
 			ErrExists, path, h.identity.Instance, h.identity.Group, h.identity.Rank)
@@ -265,6 +305,10 @@ func reapOpen(ctx context.Context, dir *os.File, name, path string, f *os.File, 
 			s.Fix += fmt.Sprintf("; the file of a dead owner that lies there, %s that count as free, is kept: a start with its size may go on with it", bytesText(back))
 		}
 		return h, false, err
+	}
+	if headerErr == nil && h.waitsFor() > 0 && served(f) && granted(f, &h.header) {
+		h.left = checkSpace(dir, path, size, 0) == nil && leaveServers(f, &h.header) == nil
+		h.cutOff = !h.left
 	}
 	done, err = unlinkIfSame(dir, name, f)
 	return h, done, err

@@ -36,6 +36,7 @@ import (
 //	  1032      8  pid of the owner
 //	  1040      8  port of the owner's side channel, 0 if none
 //	  1048      8  adopt_until: a restarted owner may take the region over until then; CLOCK_BOOTTIME nanoseconds, 0: never
+//	  1056      8  serve_until: processes that serve the file go on until then once it has lost its name; same clock, 0: they end
 //	  1088      8  generation given last; in a cache line of its own
 //	  4096  32768  clients (see clients.go)
 //	 36864         slot table (see slots.go), then zeros to the pool
@@ -65,6 +66,7 @@ const (
 	offOwner      = 1032
 	offPort       = 1040
 	offAdoptUntil = 1048
+	offServeUntil = 1056
 	offGen        = 1088
 
 	tableOffset = headerBytes + MaxClients*clientBytes
@@ -88,6 +90,7 @@ type header struct {
 	gen      uint64
 
 	adoptUntil int64 // CLOCK_BOOTTIME nanoseconds
+	serveUntil int64 // the same
 }
 
 // encode writes the header into a zeroed page.
@@ -112,6 +115,7 @@ func (h *header) encode(page []byte) {
 	order.PutUint64(page[offOwner:], uint64(h.owner))
 	order.PutUint64(page[offPort:], uint64(h.port))
 	order.PutUint64(page[offAdoptUntil:], uint64(h.adoptUntil))
+	order.PutUint64(page[offServeUntil:], uint64(h.serveUntil))
 	order.PutUint64(page[offGen:], h.gen)
 }
 
@@ -181,6 +185,7 @@ func decodeHeader(page []byte, size int64) (header, error) {
 	h.owner = int(order.Uint64(page[offOwner:]))
 	h.port = int(order.Uint64(page[offPort:]))
 	h.adoptUntil = int64(order.Uint64(page[offAdoptUntil:]))
+	h.serveUntil = int64(order.Uint64(page[offServeUntil:]))
 	h.gen = order.Uint64(page[offGen:])
 	if h.gen > maxGen {
 		return bad("generation %d is over the limit", h.gen)

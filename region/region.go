@@ -15,6 +15,7 @@
 package region
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -144,6 +145,9 @@ type Options struct {
 	Keep time.Duration
 	// Replace lets Create reap a file that waits for its owner's restart.
 	Replace bool
+	// Reclaim is called when there is no room. It ends the processes that go on serving files which had that path and lost it (see
+	// ServeFor), and says how many it ended. Nil: there are none.
+	Reclaim func(ctx context.Context, path string) int
 }
 
 // Span is a range of bytes of a pool.
@@ -263,6 +267,16 @@ func (r *Region) KeepFor(d time.Duration) {
 	defer r.mu.Unlock()
 	if !r.closed {
 		atomic.StoreUint64(headerWord(r.mem, offAdoptUntil), uint64(adoptUntil(d)))
+	}
+}
+
+// ServeFor lets processes that serve the file go on so long, from now on, when it has no name any more: they end at once else. It is for
+// an owner that is about to take the name away. A no-op after Close.
+func (r *Region) ServeFor(d time.Duration) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.closed {
+		atomic.StoreUint64(headerWord(r.mem, offServeUntil), uint64(adoptUntil(d)))
 	}
 }
 

@@ -7,11 +7,13 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/tensorferry/tensorferry/internal/boottime"
 )
 
 // A process that serves a region to peers may outlive the owner that started it, so that peers that were told of it are not cut
 // off: nobody else changes ready entries meanwhile. It asks Waiting, and ends when the region waits no more. The next owner ends it,
-// or goes on with it, before it changes any entry.
+// or goes on with it, before it changes any entry; or makes another file, and lets it go on with the one that has no name any more.
 
 // Servers is the number of processes that can serve a region for a restart. Number i holds a read lock on byte 1 + i of the file
 // (F_OFD_SETLK, of the description that it maps) for as long as it lives, so who wants its end can wait for it.
@@ -23,8 +25,9 @@ func ServerLock(i int, kind int16) *unix.Flock_t {
 }
 
 // Waiting says how many owners the region in f has had, and how much longer it waits for the restart of the last one. 0: it does not:
-// it has no name any more, or is from before the machine booted, or nobody wants it to wait, or the time is over. A living owner moves that
-// time on. The error is of files that are no regions.
+// it is from before the machine booted, or nobody wants it to wait, or the time is over. A living owner moves that time on. Of a file that
+// has no name any more it is the time that whoever took the name away has left its servers, 0 if none. The error is of files that are no
+// regions.
 func Waiting(f *os.File) (epoch uint64, left time.Duration, err error) {
 	h, err := readHeader(f)
 	if err != nil {
@@ -35,9 +38,56 @@ func Waiting(f *os.File) (epoch uint64, left time.Duration, err error) {
 		return 0, 0, fmt.Errorf("region: stat: %w", err)
 	}
 	if st.Nlink == 0 {
-		return h.epoch, 0, nil
+		return h.epoch, h.servedFor(), nil
 	}
 	return h.epoch, h.waitsFor(), nil
+}
+
+// servedFor is how much longer servers go on with the file once it has no name.
+func (h *header) servedFor() time.Duration {
+	if h.bootID == "" || h.bootID != bootID() {
+		return 0
+	}
+	return max(0, time.Duration(h.serveUntil-boottime.Now()))
+}
+
+// NameOf is the name of the file that the region in f is made under, whether it still has it. The error is of files that are no regions.
+func NameOf(f *os.File) (name string, err error) {
+	h, err := readHeader(f)
+	if err != nil {
+		return "", err
+	}
+	return h.identity.FileName()
+}
+
+// served says whether anybody serves the file.
+func served(f *os.File) bool {
+	l := unix.Flock_t{Type: unix.F_WRLCK, Start: 1, Len: Servers}
+	return unix.FcntlFlock(f.Fd(), unix.F_OFD_GETLK, &l) == nil && l.Type != unix.F_UNLCK
+}
+
+// granted says whether peers may still READ entries of a dead owner's file.
+func granted(f *os.File, h *header) (yes bool) {
+	mem, err := unix.Mmap(int(f.Fd()), 0, int(h.geometry.fileBytes()), unix.PROT_READ, unix.MAP_SHARED)
+	if err != nil {
+		return true // nobody knows
+	}
+	defer func() { _ = unix.Munmap(mem) }()
+	t := newSlotTable(mem, h.geometry, false)
+	for i := range t.Len() {
+		if s, err := t.Load(i); err != nil || s.Granted {
+			return true
+		}
+	}
+	return false
+}
+
+// leaveServers lets those who serve a dead owner's file go on once it has no name, for as long as it would have waited.
+func leaveServers(f *os.File, h *header) error {
+	var word [8]byte
+	order.PutUint64(word[:], uint64(h.adoptUntil))
+	_, err := f.WriteAt(word[:], offServeUntil)
+	return err
 }
 
 const (
@@ -53,8 +103,7 @@ func awaitServers(ctx context.Context, f *os.File) {
 	tick := time.NewTicker(serversPoll)
 	defer tick.Stop()
 	for {
-		l := unix.Flock_t{Type: unix.F_WRLCK, Start: 1, Len: Servers}
-		if err := unix.FcntlFlock(f.Fd(), unix.F_OFD_GETLK, &l); err != nil || l.Type == unix.F_UNLCK {
+		if !served(f) {
 			return
 		}
 		select {

@@ -61,6 +61,7 @@ type child struct {
 
 	mu      sync.Mutex
 	ended   bool // by us
+	left    bool // to go on without this process
 	givenUp bool
 	dead    bool
 	next    uint64
@@ -223,29 +224,57 @@ func (c *child) listen() {
 			}
 		}
 	}
+	c.mu.Lock()
+	left := c.left
+	c.mu.Unlock()
+	if left {
+		c.failPending()
+		<-c.reaped
+		close(c.isOver)
+		return
+	}
 	c.kill()
 	<-c.reaped
 	_ = c.wire.conn.Close()
+	c.failPending()
+	close(c.isOver)
+}
+
+// failPending is for what the process was asked and will not answer.
+func (c *child) failPending() {
 	_ = c.statm.Close() // of nil too
 	c.mu.Lock()
 	c.dead = true
-	left, why := c.pending, errDied
+	pending, why := c.pending, errDied
 	if c.ended {
 		why = errEnded
 	}
 	c.pending = nil
 	c.mu.Unlock()
-	for _, done := range left {
+	for _, done := range pending {
 		done(nil, why)
 	}
-	close(c.isOver)
+}
+
+// leave lets the process go on alone, if it can outlive this one: for it this is as if this process were killed.
+func (c *child) leave() {
+	c.mu.Lock()
+	c.ended, c.left = true, true
+	c.mu.Unlock()
+	_ = c.wire.conn.Close()
 }
 
 // exitWait is for a process that has closed its socket to be gone by itself, which says more of its end than a kill.
 const exitWait = time.Second
 
-// wireEnded gives the process up, unless it is at its end.
+// wireEnded gives the process up, unless it is at its end, or left.
 func (c *child) wireEnded(err error) {
+	c.mu.Lock()
+	left := c.left
+	c.mu.Unlock()
+	if left {
+		return
+	}
 	if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) || errors.Is(err, unix.ECONNRESET) {
 		timer := time.NewTimer(exitWait)
 		defer timer.Stop()

@@ -99,13 +99,14 @@ func TestAnAgentThatWasTakenOverIsCountedWhenItDies(t *testing.T) {
 	defer m.File.Close()
 	p := newPlane(t, outlivingOptions(t))
 	reg := register(t, p, m)
-	over, end := reg.Former()
+	formers := reg.Formers()
 	must(t, unix.Kill(first.Agents[0], unix.SIGKILL))
 	var want Counts
 	want.Serve[DeathUnknown] = 1
 	transfertest.Eventually(t, "its death to be counted", func() bool { return p.Counts() == want })
-	end() // the other
-	<-over
+	for _, f := range formers { // one is over
+		f.End()
+	}
 	if got := p.Counts(); got != want {
 		t.Errorf("%+v, want %+v", got, want)
 	}

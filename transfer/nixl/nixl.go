@@ -59,7 +59,7 @@ type Options struct {
 	// Outlive says that registered memory is the pool of a region that waits for a restart of its owner (region.Options.Keep), and
 	// that the caller owns the region. A serve agent then outlives this process if that is killed: it serves its peers until the next
 	// owner's Register takes it over, or until the region waits no more or has lost its name. What the killed process had granted
-	// must not change meanwhile, see Registration.Former. Agents in processes of their own only; other memory's end with the plane.
+	// must not change meanwhile, see Registration.Formers. Agents in processes of their own only; other memory's end with the plane.
 	Outlive bool
 
 	Log *slog.Logger // default slog.Default()

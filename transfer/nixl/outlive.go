@@ -2,20 +2,23 @@ package nixl
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
 	"os"
 	"time"
 
+	"github.com/zeebo/xxh3"
 	"golang.org/x/sys/unix"
 
+	"github.com/tensorferry/tensorferry/internal/boottime"
 	"github.com/tensorferry/tensorferry/region"
 	"github.com/tensorferry/tensorferry/transfer"
 )
 
 // A serve agent outlives a plane that is killed, see Options.Outlive. It listens on an abstract socket for the next owner of the
-// region, and is told of it by the server's lock on the region's file. Without a plane it drops notifications: they are about acks that
+// region, and is told of it by the server's lock on the region's file. It also outlives one that leaves it on purpose (Registration.Leave). Without a plane it drops notifications: they are about acks that
 // nobody knows any more.
 
 const (
@@ -28,8 +31,10 @@ const (
 
 // outliving is the side of the agent.
 type outliving struct {
-	file     *os.File // the region's, which is mapped; owned by the mapping
-	epoch    uint64   // of the owner that the agent belongs to
+	file     *os.File      // the region's, which is mapped; owned by the mapping
+	epoch    uint64        // of the owner that the agent belongs to
+	orphaned int64         // when the first plane's end was seen, by boottime.Now; 0: it has not ended
+	told     *net.UnixConn // to end, by who sees the end of this; nil: not
 	listener *net.UnixListener
 	claims   chan *net.UnixConn // of this user
 	quiet    bool               // prints nothing any more
@@ -41,7 +46,16 @@ func socketName(f *os.File, i int) (*net.UnixAddr, error) {
 	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
 		return nil, fmt.Errorf("nixl: stat of the region: %w", err)
 	}
-	return &net.UnixAddr{Net: "unix", Name: fmt.Sprintf("@ferry-nixl-serve/%d-%d/%d", st.Dev, st.Ino, i)}, nil
+	name, err := region.NameOf(f)
+	if err != nil {
+		return nil, err
+	}
+	return &net.UnixAddr{Net: "unix", Name: fmt.Sprintf("%s%d/%d", socketPrefix(st.Dev, name), st.Ino, i)}, nil
+}
+
+// socketPrefix begins the sockets' names of all who serve a file that is, or was, called name on a device.
+func socketPrefix(dev uint64, name string) string {
+	return fmt.Sprintf("@ferry-nixl-serve/%d-%016x/", dev, xxh3.HashString(name))
 }
 
 // outlive makes this process a server of the region in f.
@@ -89,6 +103,9 @@ func (o *outliving) await() *wire {
 	if !o.quiet {
 		o.quiet = silence() == nil
 	}
+	if o.orphaned == 0 {
+		o.orphaned = boottime.Now()
+	}
 	tick := time.NewTicker(outlivePoll)
 	defer tick.Stop()
 	var replaced time.Time
@@ -106,7 +123,7 @@ func (o *outliving) await() *wire {
 		}
 		select {
 		case c := <-o.claims:
-			if w := o.claimed(c); w != nil {
+			if w := o.claimed(c); w != nil || o.told != nil {
 				return w
 			}
 		case <-tick.C:
@@ -119,6 +136,10 @@ func (o *outliving) claimed(c *net.UnixConn) *wire {
 	w := wireOf(c)
 	_ = c.SetReadDeadline(time.Now().Add(claimTimeout)) // fails only on a closed connection, as the reading then does
 	f, err := w.next()
+	if err == nil && f.kind == frameEnd {
+		o.told = c
+		return nil
+	}
 	if err == nil && f.kind != frameTakeOver {
 		err = fmt.Errorf("%w: kind %d first", errBadFrame, f.kind)
 	}
@@ -127,7 +148,9 @@ func (o *outliving) claimed(c *net.UnixConn) *wire {
 		epoch, err = o.sameRegion(w)
 	}
 	if err == nil {
-		err = w.send(frameReply, f.id, nil, func(b []byte) []byte { return appendReply(b, nil) })
+		err = w.send(frameReply, f.id, nil, func(b []byte) []byte {
+			return binary.LittleEndian.AppendUint64(appendReply(b, nil), uint64(o.orphaned))
+		})
 	}
 	if err != nil {
 		_ = c.Close()

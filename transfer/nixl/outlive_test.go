@@ -168,20 +168,22 @@ func TestAServeAgentOutlivesItsNodeAndIsTakenOverByTheNext(t *testing.T) {
 	p := newPlane(t, outlivingOptions(t))
 	reg := register(t, p, m)
 	read("with the next node")
-	over, end := reg.Former()
-	if over == nil {
-		t.Fatal("nothing was taken over")
+	formers := reg.Formers()
+	if len(formers) != 2 {
+		t.Fatalf("%d agents were taken over, want 2", len(formers))
 	}
 	if bytes.Equal(reg.Metadata(), first.metadata(t)) {
 		t.Error("the former agent is named anew")
 	}
-	select {
-	case <-over:
-		t.Fatal("over before its end")
-	default:
+	for _, f := range formers {
+		select {
+		case <-f.Gone:
+			t.Fatal("over before its end")
+		default:
+		}
+		f.End()
+		<-f.Gone
 	}
-	end()
-	<-over
 	for _, pid := range first.Agents {
 		transfertest.Eventually(t, "the agents to end", func() bool { return gone(pid) })
 	}
@@ -210,7 +212,9 @@ func TestAServeAgentEndsWhenItsRegionWaitsNoMore(t *testing.T) {
 			r, m, err := take(t.Context(), o)
 			must(t, err)
 			defer m.File.Close()
-			must(t, EndServing(t.Context(), m.File, slog.Default()))
+			heirs, err := TakeOver(t.Context(), m.File, slog.Default())
+			must(t, err)
+			must(t, heirs.Close())
 			for i := range region.Servers {
 				if free, err := serverGone(m.File, i); !free || err != nil {
 					t.Errorf("server %d still serves (%v)", i, err)
@@ -244,8 +248,8 @@ func TestAnAgentThatDoesNotAnswerTheNextNodeIsEnded(t *testing.T) {
 	if !gone(own.Agents[0]) {
 		transfertest.Eventually(t, "the stopped agent to end", func() bool { return gone(own.Agents[0]) })
 	}
-	if over, _ := reg.Former(); over == nil || len(reg.formers) != 1 {
-		t.Errorf("%d agents taken over, want the one that answers", len(reg.formers))
+	if n := len(reg.Formers()); n != 1 {
+		t.Errorf("%d agents taken over, want the one that answers", n)
 	}
 }
 
@@ -288,7 +292,7 @@ func TestAgentsThatWereTakenOverCanBeLeftToTheNextNode(t *testing.T) {
 		if len(reg.formers) != 2 {
 			t.Errorf("try %d: %d agents taken over, want 2", try, len(reg.formers))
 		}
-		over, _ := reg.Former()
+		over := reg.formers[0].isOver
 		own := reg.pid()
 		must(t, reg.Close())
 		must(t, reg.Close())

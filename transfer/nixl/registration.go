@@ -20,11 +20,10 @@ type Registration struct {
 	cancel context.CancelFunc
 	keeper sync.WaitGroup
 
-	outlive bool   // its agents outlive this process
-	epoch   uint64 // of the region, if so
-	formers []*former
-	gone    chan struct{} // closed when all of these are; nil: there are none
-	left    chan struct{} // closed when they were left to the next owner: gone never is, then
+	outlive bool        // its agents outlive this process
+	epoch   uint64      // of the region, if so
+	formers []*former   // the oldest first
+	leaves  atomic.Bool // see Leave
 
 	cur atomic.Pointer[incarnation] // nil: none is up
 
@@ -44,13 +43,14 @@ type incarnation struct {
 	agent    agent
 	place    place
 	metadata []byte // for own peers; set when it is installed
+	outlives bool   // this process
 	started  time.Time
 }
 
 func newRegistration(ctx context.Context, p *Plane, m *memory, notify func(transfer.Notification), formers []*former) (*Registration, error) {
 	r := &Registration{
 		plane: p, memory: m, notify: notify,
-		grants: map[string]struct{}{}, old: map[*incarnation]struct{}{},
+		grants: map[string]struct{}{}, old: map[*incarnation]struct{}{}, formers: formers,
 	}
 	if p.o.Outlive && m.file != nil {
 		epoch, waits, err := region.Waiting(m.file) // an error: it is no region
@@ -69,24 +69,14 @@ func newRegistration(ctx context.Context, p *Plane, m *memory, notify func(trans
 		return nil, fmt.Errorf("nixl: make the memory a destination: %w", err)
 	}
 	r.keeper.Go(r.keep)
-	if len(formers) > 0 {
-		r.formers, r.gone, r.left = formers, make(chan struct{}), make(chan struct{})
-		go func() {
-			for _, f := range formers {
-				select {
-				case <-f.isOver:
-				case <-r.left:
-					return
-				}
-			}
-			close(r.gone)
-		}()
-	}
 	return r, nil
 }
 
 // start makes an incarnation that serves the memory.
 func (r *Registration) start(ctx context.Context) (*incarnation, error) {
+	if r.outlive {
+		r.makeRoom()
+	}
 	a, err := r.plane.start(ctx, roleServe, r.outlive, r.notified)
 	if err != nil {
 		return nil, fmt.Errorf("nixl: the serve agent did not start: %w", err)
@@ -97,6 +87,7 @@ func (r *Registration) start(ctx context.Context) (*incarnation, error) {
 	at := r.memory.attachment(false)
 	at.outlive, at.epoch = r.outlive, r.epoch
 	pl, err := a.attach(ctx, at)
+	outlives := at.outlive && err == nil
 	if err != nil && at.outlive {
 		r.plane.o.Log.Warn("nixl: if this process is killed, its serve agent ends too, and peers that know it may fail", "err", err)
 		pl, err = a.attach(ctx, r.memory.attachment(false))
@@ -121,7 +112,31 @@ func (r *Registration) start(ctx context.Context) (*incarnation, error) {
 		a.end()
 		return nil, err
 	}
-	return &incarnation{agent: a, place: pl, started: time.Now()}, nil
+	return &incarnation{agent: a, place: pl, outlives: outlives, started: time.Now()}, nil
+}
+
+// makeRoom ends the oldest of the agents that were taken over where there is no number left for one more: it is the one that a peer is
+// least likely to have an ack of yet. Only one that can be taken over spares peers the next end of this process.
+func (r *Registration) makeRoom() {
+	r.mu.Lock()
+	serving := len(r.old)
+	r.mu.Unlock()
+	if r.cur.Load() != nil {
+		serving++
+	}
+	var live []*former
+	for _, f := range r.formers {
+		select {
+		case <-f.isOver:
+		default:
+			live = append(live, f)
+		}
+	}
+	for ; len(live) > 0 && serving+len(live) >= region.Servers; live = live[1:] {
+		r.plane.o.Log.Warn("nixl: the oldest serve agent of a node before is ended, for want of a number for the next; a vLLM engine that was told of it and has not READ yet may end",
+			"pid", live[0].pid(), "without_its_node_for", time.Since(live[0].since).Round(time.Second), "at_most", region.Servers)
+		live[0].end()
+	}
 }
 
 // install makes i the one that is handed out.
@@ -267,19 +282,19 @@ func (r *Registration) Rotate(ctx context.Context) (end func(), err error) {
 	}, nil
 }
 
-// Former is about the serve agents of a process that died which Register has taken over, see Options.Outlive. They serve peers that
-// know them what that process granted, and nobody knows how many acks name them; Agent and Metadata never do. Until gone is closed, which
-// is when all of them are over, that memory must not change. gone is nil if there are none. end ends them and returns then; when it is time
-// for that, Rotate says. Close ends them too, unless they are to be left (Plane.LeaveFormers); end must not be called after that.
-func (r *Registration) Former() (gone <-chan struct{}, end func()) {
-	if r.gone == nil {
-		return nil, nil
-	}
-	return r.gone, func() {
-		for _, f := range r.formers {
-			f.end()
-		}
-	}
+// Formers are the serve agents of a process that died which Register has taken over, the oldest first, see Options.Outlive. Agent and
+// Metadata never name them. Until all of them are over, the memory that was granted by then must not change. When it is time to end
+// one, Rotate says. The oldest are ended where there would be more than region.Servers agents. Close ends them too, unless they are to be
+// left (Leave, Plane.LeaveFormers); they must not be ended after that.
+func (r *Registration) Formers() []transfer.Former { return formersOf(r.formers) }
+
+// Leave has Close leave all agents that can go on without this process, those that were taken over too, as they would be if it were
+// killed: see Options.Outlive. They end by themselves. It says whether there are any.
+func (r *Registration) Leave() bool {
+	i := r.cur.Load()
+	leaves := i != nil && i.outlives || len(r.formers) > 0
+	r.leaves.Store(leaves)
+	return leaves
 }
 
 // Metadata implements transfer.Registration. It is constant while the incarnation of the agent is.
@@ -313,8 +328,8 @@ func (r *Registration) Revoke(id string) {
 	delete(r.grants, id)
 }
 
-// Close implements transfer.Registration. It ends the agent, so no byte of the memory is read after it returns, and no byte of it is
-// a destination any more: READs into it must have ended before.
+// Close implements transfer.Registration. It ends the agent, so no byte of the memory is read after it returns (but see Leave), and no
+// byte of it is a destination any more: READs into it must have ended before.
 func (r *Registration) Close() error {
 	r.stop()
 	r.plane.removeMemory(r.memory)
@@ -334,7 +349,7 @@ func (r *Registration) stop() {
 	r.rotating.Lock()
 	defer r.rotating.Unlock()
 	if i := r.cur.Load(); i != nil {
-		i.agent.end()
+		r.release(i)
 	}
 	r.mu.Lock()
 	var old []*incarnation
@@ -343,29 +358,26 @@ func (r *Registration) stop() {
 	}
 	r.mu.Unlock()
 	for _, i := range old {
-		i.agent.end()
-	}
-	if len(r.formers) > 0 && r.plane.leaves.Load() {
-		r.formersLeft()
-		return
+		r.release(i)
 	}
 	for _, f := range r.formers {
+		if r.leaves.Load() || r.plane.leaves.Load() {
+			f.leave()
+			continue
+		}
 		f.end()
 	}
 }
 
-func (r *Registration) formersLeft() {
-	select {
-	case <-r.left:
-	default:
-		close(r.left)
+// release ends an agent, or leaves it.
+func (r *Registration) release(i *incarnation) {
+	if a, ok := i.agent.(interface{ leave() }); ok && i.outlives && r.leaves.Load() {
+		a.leave()
+		return
 	}
-	for _, f := range r.formers {
-		f.leave()
-	}
-	r.formers = nil
+	i.agent.end()
 }
 
-// LeaveFormers says whether closing a registration leaves the agents that Register took over (see Registration.Former) to the next owner
+// LeaveFormers says whether closing a registration leaves the agents that Register took over (see Registration.Formers) to the next owner
 // of the region, and does not end them: for an owner that may yet give the region up, as in a start that fails.
 func (p *Plane) LeaveFormers(leave bool) { p.leaves.Store(leave) }

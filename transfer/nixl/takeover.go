@@ -7,12 +7,17 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/tensorferry/tensorferry/internal/boottime"
 	"github.com/tensorferry/tensorferry/region"
 	"github.com/tensorferry/tensorferry/transfer"
 )
@@ -27,7 +32,8 @@ const (
 type former struct {
 	index int
 	wire  *wire
-	file  *os.File // the region's, to ask for its lock
+	file  *os.File  // the region's, to ask for its lock
+	since time.Time // see transfer.Former
 
 	mu      sync.Mutex
 	process *os.File // its pidfd; nil: it cannot be seen from here, or is over
@@ -40,7 +46,7 @@ type former struct {
 }
 
 // takeOver goes on with the serve agents that a process which died left of the region in f, and ends those that do not answer. On its
-// return no other ones serve the region. died is called for each that dies later and was neither ended nor left. The caller owns the region.
+// return no other ones serve the region; the oldest comes first. died is called for each that dies later and was neither ended nor left. The caller owns the region.
 func takeOver(ctx context.Context, f *os.File, log *slog.Logger, died func()) (all []*former, err error) {
 	defer func() {
 		if err != nil {
@@ -71,17 +77,125 @@ func takeOver(ctx context.Context, f *os.File, log *slog.Logger, died func()) (a
 			return all, err
 		}
 	}
+	slices.SortStableFunc(all, func(a, b *former) int { return a.since.Compare(b.since) })
 	return all, nil
 }
 
-// EndServing ends the serve agents that a process which died left of the region in f: for an owner that serves it by another plane. On its
-// return nothing can be read by them any more. The caller owns the region.
-func EndServing(ctx context.Context, f *os.File, log *slog.Logger) error {
+// Heirs are the serve agents that a process which died left of a region, for an owner that serves it by another plane.
+type Heirs struct {
+	all    []*former
+	leaves bool
+}
+
+// TakeOver goes on with the serve agents that a process which died left of the region in f. The caller owns the region, changes nothing that
+// was granted of it until they are over, and closes them.
+func TakeOver(ctx context.Context, f *os.File, log *slog.Logger) (*Heirs, error) {
 	all, err := takeOver(ctx, f, log, func() {})
-	for _, a := range all {
+	return &Heirs{all: all}, err
+}
+
+// Formers are the agents, the oldest first.
+func (h *Heirs) Formers() []transfer.Former { return formersOf(h.all) }
+
+// Leave has Close leave those that still serve to the next owner, as Registration.Leave does.
+func (h *Heirs) Leave() bool {
+	h.leaves = len(h.all) > 0
+	return h.leaves
+}
+
+// Close ends them and returns when nothing can be read by them any more, unless they are left.
+func (h *Heirs) Close() error {
+	for _, a := range h.all {
+		if h.leaves {
+			a.leave()
+			continue
+		}
 		a.end()
 	}
-	return err
+	return nil
+}
+
+func formersOf(all []*former) (fs []transfer.Former) {
+	for _, a := range all {
+		fs = append(fs, transfer.Former{Left: a.since, Gone: a.isOver, End: a.end})
+	}
+	return fs
+}
+
+// unixSockets lists the sockets of this network namespace.
+const unixSockets = "/proc/net/unix"
+
+// EndUnnamed ends the serve agents that go on with files which were made under a path and have no name any more, and says how many
+// there were. It returns when their memory is free, or when ctx ends. It is for who needs that memory.
+func EndUnnamed(ctx context.Context, path string) (ended int) {
+	var dir, named unix.Stat_t
+	if unix.Stat(filepath.Dir(path), &dir) != nil {
+		return 0
+	}
+	_ = unix.Lstat(path, &named) // none: no file has that name
+	prefix := socketPrefix(dir.Dev, filepath.Base(path))
+	list, err := os.ReadFile(unixSockets)
+	if err != nil {
+		return 0
+	}
+	seen := map[string]bool{}
+	for w := range strings.FieldsSeq(string(list)) { // a connection to a socket has its name too
+		rest, ours := strings.CutPrefix(w, prefix)
+		if ino, _, _ := strings.Cut(rest, "/"); !ours || seen[w] || ino == strconv.FormatUint(named.Ino, 10) {
+			continue
+		}
+		seen[w] = true
+		if endUnnamed(ctx, w) {
+			ended++
+		}
+	}
+	return ended
+}
+
+// endUnnamed ends the one that listens there.
+func endUnnamed(ctx context.Context, name string) bool {
+	c, err := net.DialUnix("unix", nil, &net.UnixAddr{Net: "unix", Name: name})
+	if err != nil {
+		return false
+	}
+	cred, err := peerOf(c)
+	if err != nil || int(cred.Uid) != os.Geteuid() {
+		_ = c.Close()
+		return false
+	}
+	a := &former{wire: wireOf(c)}
+	a.seize(cred, c)
+	defer a.close()
+	// It is told, not killed: one whose plane lives does not listen.
+	if err := a.wire.send(frameEnd, 0, nil, nil); err != nil {
+		return false
+	}
+	deadline := time.Now().Add(takeOverTimeout)
+	if d, ok := ctx.Deadline(); ok && d.Before(deadline) {
+		deadline = d
+	}
+	_ = c.SetReadDeadline(deadline) // fails only on a closed connection
+	if _, err := a.wire.next(); errors.Is(err, os.ErrDeadlineExceeded) {
+		return false
+	}
+	if a.process != nil { // its files go after its sockets
+		_, _ = unix.Poll([]unix.PollFd{{Fd: int32(a.process.Fd()), Events: unix.POLLIN}}, int(max(0, time.Until(deadline)).Milliseconds()))
+	}
+	return true
+}
+
+// seize notes the process at the other end of c, if it can be seen from here.
+func (a *former) seize(cred *unix.Ucred, c *net.UnixConn) {
+	fd, err := unix.PidfdOpen(int(cred.Pid), 0)
+	if err != nil {
+		return
+	}
+	a.process = os.NewFile(uintptr(fd), "agent")
+	// Its pid was not another's yet when it was opened, if it lives after that.
+	if !alive(c) {
+		_ = a.process.Close()
+		a.process = nil
+	}
 }
 
 // claimFormer takes server number i over, which is to be watched then. If that does not answer, it is killed where it can be.
@@ -103,14 +217,7 @@ func claimFormer(ctx context.Context, f *os.File, i int) (*former, error) {
 		return nil, err
 	}
 	a := &former{index: i, wire: wireOf(c), isOver: make(chan struct{})}
-	if fd, err := unix.PidfdOpen(int(cred.Pid), 0); err == nil {
-		a.process = os.NewFile(uintptr(fd), "agent")
-		// Its pid was not another's yet when it was opened, if it lives after that.
-		if !alive(c) {
-			_ = a.process.Close()
-			a.process = nil
-		}
-	}
+	a.seize(cred, c)
 	if a.file, err = reopen(f, unix.O_RDONLY); err == nil {
 		err = a.claim(ctx)
 	}
@@ -137,8 +244,13 @@ func (a *former) claim(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("nixl: it does not answer: %w", err)
 	}
-	if _, err := parseReply(answer.body); err != nil {
+	r, err := parseReply(answer.body)
+	if err != nil {
 		return err
+	}
+	a.since = time.Now()
+	if orphaned := int64(r.Uint64()); orphaned > 0 { // a ferry of before says nothing
+		a.since = a.since.Add(-time.Duration(max(0, boottime.Now()-orphaned)))
 	}
 	return a.wire.conn.SetReadDeadline(time.Time{})
 }
