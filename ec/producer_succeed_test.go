@@ -197,3 +197,35 @@ func TestAProducerThatEndsLetsGoOfWhatADeadOneGranted(t *testing.T) {
 		}
 	})
 }
+
+func TestTheTimeOfAnAgentCountsFromTheEndOfItsOwnProcess(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		plane := &heirs{former: make(chan struct{}), since: sessionGone - time.Minute}
+		s := inherit(t, plane)
+		wait(30 * time.Second)
+		if over(plane.former) {
+			t.Error("ended early")
+		}
+		wait(time.Minute)
+		if !over(plane.former) || s.pins("late") != 0 {
+			t.Errorf("ended: %v; %d pins", over(plane.former), s.pins("late"))
+		}
+	})
+}
+
+func TestAProducerThatEndsCountsAndLeavesWhatIsUnread(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, serving := plainStand(t, 100)
+		save(t, s.cache, "read", 2)
+		s.session("read", "s-1", "1")
+		s.producer.Stop()
+		if n := s.producer.Unread(s.cache); n != 1 || s.producer.Leave(s.cache) {
+			t.Errorf("%d unread, or an agent was left that cannot be", n)
+		}
+		serving.byName["agent-0"].notify(transfer.Notification{Message: wire.Notification("s-1", "read")})
+		s.producer.Settle(t.Context())
+		if n := s.producer.Unread(s.cache); n != 0 {
+			t.Errorf("%d unread", n)
+		}
+	})
+}

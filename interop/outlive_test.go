@@ -75,3 +75,42 @@ func TestAWarmVLLMReadsWhatANodeGrantedThatWasKilled(t *testing.T) {
 		})
 	}
 }
+
+// The same of one that is stopped, whatever becomes of its region.
+func TestAWarmVLLMReadsWhatANodeGrantedThatWasStopped(t *testing.T) {
+	for _, c := range []struct {
+		name        string
+		first, next []string
+		sig         syscall.Signal
+	}{
+		{"cleanly", nil, nil, syscall.SIGTERM},
+		{"cleanly, its region kept", []string{"--keep-region"}, []string{"--keep-region"}, syscall.SIGTERM},
+		{"by a kill, and another size", nil, []string{"--ec-cpu-bytes", "8MiB"}, syscall.SIGKILL},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			vllm := launchConsumer(t)
+			n := startNode(t, append([]string{"--timeouts-adopt", "30s"}, c.first...)...)
+			gate := newGate(t, n.address())
+			warm, late := entries(0, 1, 64*kib), entries(1, 1, 512*kib)
+			n.put(warm)
+			vllm.ready()
+			vllm.pullAll(gate.address(), warm)
+			n.put(late)
+			gate.hold()
+			gate.hide()
+			vllm.ask(gate.address(), late)
+			eventually(t, "the ack to be held back", func() bool { return gate.held() > 0 })
+			agent := n.agentOf("serve")
+			_ = n.client.Close()
+			n.stop(c.sig)
+			n = n.again(append([]string{"--timeouts-adopt", "30s"}, c.next...)...)
+			gate.release()
+			vllm.wantPulled(late)
+			vllm.alive()
+			gate.cut()
+			_ = syscall.Kill(agent, syscall.SIGKILL) // its own clock has long to go
+			n.wantGone(agent)
+			n.stopClean()
+		})
+	}
+}

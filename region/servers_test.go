@@ -42,6 +42,8 @@ func TestARegionWaitsForARestartUntilItsTimeIsOverOrItsNameIsGone(t *testing.T) 
 		t.Fatal(err)
 	}
 	want("one without a name", 2, false)
+	r.ServeFor(time.Hour)
+	want("one without a name that is to be served on", 2, true)
 	if _, _, err := Waiting(os.Stdin); err == nil {
 		t.Error("a file that is no region waits")
 	}
