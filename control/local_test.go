@@ -407,7 +407,8 @@ func TestClosedRouterIsGoneForLocalPeers(t *testing.T) {
 // Many goroutines send by one connection while the other end answers by it from its own.
 func TestManyGoroutinesMaySendByOneLocalConnection(t *testing.T) {
 	const senders, each = 8, 300
-	r, err := newTestLoop(t, Options{}).Listen(t.Context(), "127.0.0.1", 0, &echo{})
+	opts := Options{Queue: senders * each} // at both ends: the one that reads may be late
+	r, err := newTestLoop(t, opts).Listen(t.Context(), "127.0.0.1", 0, &echo{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -415,7 +416,7 @@ func TestManyGoroutinesMaySendByOneLocalConnection(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d, h := dialLocal(t, Options{Queue: senders * each}, name)
+	d, h := dialLocal(t, opts, name)
 	var all sync.WaitGroup
 	for i := range senders {
 		all.Go(func() {
