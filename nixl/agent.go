@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -81,7 +82,10 @@ func (l *Library) NewAgent(name string, c AgentConfig) (*Agent, error) {
 	}, nil
 }
 
-const maxName = 255
+const (
+	maxName    = 255
+	maxWorkers = 256 // of a UCX backend: each has sockets, memory and time of the start
+)
 
 func checkName(what, name string) error {
 	if name == "" || len(name) > maxName || strings.IndexByte(name, 0) >= 0 {
@@ -141,7 +145,8 @@ func (a *Agent) release(request handle) {
 const maxStuckTries = 8
 
 // Close releases everything of the agent and ends it: READs in progress stop, and nothing writes their destinations afterwards.
-// It waits for calls under way. Idempotent. An error is of memory that the library would not deregister; the agent is over all the same.
+// It waits for calls under way, not for requests: Wait for those that READ over a network first. Ending under them can end the process that is
+// read from (an assertion of its UCX). Idempotent. An error is of memory that the library would not deregister; the agent is over all the same.
 func (a *Agent) Close() error {
 	a.gate.Lock()
 	defer a.gate.Unlock()
@@ -191,7 +196,8 @@ type Backend struct {
 }
 
 // CreateBackend starts a backend, e.g. "UCX", with its parameters (nil: its defaults). It lives as long as the agent.
-// The first UCX backend of a process takes about half a second. ErrBadArgument: a kind or a parameter with a NUL, or without a name; a Status
+// The first UCX backend of a process takes about half a second. ErrBadArgument: a kind or a parameter with a NUL, or without a name, or UCX's
+// num_workers that is no number of 1 to 256, which the library would take, for ever or without a word; a Status
 // (StatusBackend, StatusNotFound) if there is no such plugin, or it refuses a parameter.
 func (a *Agent) CreateBackend(kind string, params map[string]string) (*Backend, error) {
 	if err := checkName("backend", kind); err != nil {
@@ -200,6 +206,11 @@ func (a *Agent) CreateBackend(kind string, params map[string]string) (*Backend, 
 	for key, value := range params {
 		if key == "" || strings.IndexByte(key, 0) >= 0 || strings.IndexByte(value, 0) >= 0 {
 			return nil, fmt.Errorf("%w: backend %s: parameter %q", ErrBadArgument, kind, key)
+		}
+	}
+	if value, ok := params["num_workers"]; ok && kind == "UCX" {
+		if n, err := strconv.ParseUint(value, 10, 16); err != nil || n < 1 || n > maxWorkers {
+			return nil, fmt.Errorf("%w: backend UCX: num_workers %.40q: a whole number of 1 to %d", ErrBadArgument, value, maxWorkers)
 		}
 	}
 	if err := a.enter(); err != nil {
@@ -460,10 +471,14 @@ func (p *Peer) Connect(backends ...*Backend) error {
 }
 
 // Knows tells whether the peer's metadata, as loaded here, has all these ranges (none: whether there is any metadata). It asks nobody:
-// the peer may be dead. A Status is the answer no; ErrBadArgument: a range of address or length 0, or one that wraps.
+// the peer may be dead. A Status is the answer no; ErrBadArgument: a memory type that is none, a range of address or
+// length 0, or one that wraps.
 func (p *Peer) Knows(d Descs) error {
+	if err := d.Type.check("knows"); err != nil {
+		return err
+	}
 	if len(d.Ranges) > 0 {
-		if _, err := checkRanges("knows", d.Ranges); err != nil {
+		if _, err := checkRanges("knows", d.Type, d.Ranges); err != nil {
 			return err
 		}
 	}

@@ -48,7 +48,18 @@ func RangeOf(b []byte) Range {
 	return Range{Addr: uintptr(unsafe.Pointer(unsafe.SliceData(b))), Len: uint64(len(b))}
 }
 
-func checkRanges(what string, ranges []Range) (total uint64, err error) {
+// check refuses a type that the library does not have: it indexes a table by it, unchecked.
+func (t MemoryType) check(what string) error {
+	if t < DRAM || t > File {
+		return fmt.Errorf("%w: %s: %s: it is one of DRAM (%d) to File (%d)", ErrBadArgument, what, t, DRAM, File)
+	}
+	return nil
+}
+
+func checkRanges(what string, t MemoryType, ranges []Range) (total uint64, err error) {
+	if err := t.check(what); err != nil {
+		return 0, err
+	}
 	if len(ranges) == 0 {
 		return 0, fmt.Errorf("%w: %s: no ranges", ErrBadArgument, what)
 	}
@@ -74,10 +85,10 @@ type Registration struct {
 }
 
 // Register offers ranges to peers, for the given backends (none: all of the agent's). The memory must stay mapped until Close.
-// The ranges of live registrations of one agent must not overlap. ErrBadArgument: they do, or one is of address or length 0, or none is given;
+// The ranges of live registrations of one agent must not overlap. ErrBadArgument: they do, one is of address or length 0, none is given, or the type is none;
 // a Status: no backend takes such memory, or not so much of it (RDMA: RLIMIT_MEMLOCK).
 func (a *Agent) Register(t MemoryType, ranges []Range, backends ...*Backend) (*Registration, error) {
-	if _, err := checkRanges("register", ranges); err != nil {
+	if _, err := checkRanges("register", t, ranges); err != nil {
 		return nil, err
 	}
 	if err := a.enter(); err != nil {

@@ -16,6 +16,13 @@ const (
 	Write Operation = 1 // local to remote
 )
 
+func (o Operation) check() error {
+	if o != Read && o != Write {
+		return fmt.Errorf("%w: operation %d is neither Read (%d) nor Write (%d)", ErrBadArgument, int32(o), Read, Write)
+	}
+	return nil
+}
+
 // Descs are ranges of one memory type.
 type Descs struct {
 	Type   MemoryType
@@ -76,14 +83,17 @@ func (u *uses) end() bool { return !u.closed.Swap(true) && u.drop() }
 
 // NewRequest prepares a transfer between local ranges and as many remote ones, pairwise of equal length.
 // All local ranges must lie in memory registered here, the remote ones in memory registered there: else it is a Status. Nothing of the lists is
-// kept by reference. The caller releases the request. ErrBadArgument: lists or lengths that differ, no ranges, a peer or backend of another agent;
+// kept by reference. The caller releases the request. ErrBadArgument: an operation or memory type that is none, lists or lengths that differ, no ranges, a peer or backend of another agent;
 // ErrStalePeer.
 func (a *Agent) NewRequest(op Operation, local, remote Descs, peer *Peer, o RequestOptions) (*Request, error) {
-	total, err := checkRanges("local", local.Ranges)
+	if err := op.check(); err != nil {
+		return nil, err
+	}
+	total, err := checkRanges("local", local.Type, local.Ranges)
 	if err != nil {
 		return nil, err
 	}
-	if _, err := checkRanges("remote", remote.Ranges); err != nil {
+	if _, err := checkRanges("remote", remote.Type, remote.Ranges); err != nil {
 		return nil, err
 	}
 	if len(local.Ranges) != len(remote.Ranges) {
@@ -360,9 +370,9 @@ type Prepared struct {
 
 // Prepare checks ranges once: of this agent's registered memory (peer nil) or of the peer's, for the given backends (none: all). Requests over
 // two lists by index, see NewPreparedRequest, are cheaper to make than ones over ranges. The caller closes the list. ErrBadArgument: a range of
-// address or length 0; ErrStalePeer; a Status: a range that is not registered.
+// address or length 0, or a memory type that is none; ErrStalePeer; a Status: a range that is not registered.
 func (a *Agent) Prepare(peer *Peer, d Descs, backends ...*Backend) (*Prepared, error) {
-	if _, err := checkRanges("prepare", d.Ranges); err != nil {
+	if _, err := checkRanges("prepare", d.Type, d.Ranges); err != nil {
 		return nil, err
 	}
 	name := prepareLocal
@@ -437,9 +447,12 @@ func (p *Prepared) fresh() error {
 }
 
 // NewPreparedRequest prepares a transfer between elements of two prepared lists, pairwise, by index: the local list is this agent's own
-// memory, the remote one a peer's. Pairs must be of equal length. ErrBadArgument: they are not, an index that is none, or a list of another
+// memory, the remote one a peer's. Pairs must be of equal length. ErrBadArgument: they are not, an operation or index that is none, or a list of another
 // agent or side; ErrClosed and ErrStalePeer of the lists. The caller releases the request.
 func (a *Agent) NewPreparedRequest(op Operation, local *Prepared, localIndices []int32, remote *Prepared, remoteIndices []int32, o RequestOptions) (*Request, error) {
+	if err := op.check(); err != nil {
+		return nil, err
+	}
 	if local == nil || remote == nil {
 		return nil, fmt.Errorf("%w: a prepared list is nil", ErrBadArgument)
 	}
