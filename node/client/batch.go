@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/tensorferry/tensorferry/ec"
 	"github.com/tensorferry/tensorferry/node/internal/api"
@@ -85,6 +86,7 @@ func (c *Client) Batch(ctx context.Context, ops ...Op) ([]OpResult, error) {
 			b.todo = append(b.todo, i)
 		}
 	}
+	b.left = slices.Clone(b.todo)
 	defer b.over(c)
 	if len(b.todo) == 0 {
 		return b.results, nil
@@ -93,16 +95,26 @@ func (c *Client) Batch(ctx context.Context, ops ...Op) ([]OpResult, error) {
 		l, send, index := b.prepare(c, n > 0)
 		got, err := c.do(ctx, l, send)
 		if err == nil {
+			b.left = b.left[:0]
 			for j := range got {
-				c.finish(l, &b.results[index[j]], send[j], &got[j], n > 0)
+				r := &b.results[index[j]]
+				c.finish(l, r, send[j], &got[j], n > 0)
+				if errors.Is(r.Err, ErrDisconnected) { // it lost its memory between the answer and here
+					err = r.Err
+					b.left = append(b.left, index[j])
+				}
 			}
-			return b.results, nil
+			if err == nil {
+				return b.results, nil
+			}
 		}
 		if !errors.Is(err, ErrDisconnected) {
 			c.post(l, ends(send))
+			b.giveBack()
 			return nil, err
 		}
 		if err := c.again(ctx, err); err != nil {
+			b.giveBack()
 			return nil, err
 		}
 	}
@@ -125,6 +137,19 @@ type batch struct {
 	ops     []Op
 	results []OpResult
 	todo    []int // those that the node is asked for
+	left    []int // of these, those without a result
+}
+
+// giveBack ends what was reserved and mapped, without waiting for the node.
+func (b *batch) giveBack() {
+	for i := range b.results {
+		if r := b.results[i].Reservation; r != nil {
+			r.drop()
+		}
+		if m := b.results[i].Mapped; m != nil {
+			m.Release()
+		}
+	}
 }
 
 // prepare gives the operations as the current connection understands them, and their places in the batch. What has its result by the
@@ -133,7 +158,7 @@ func (b *batch) prepare(c *Client, again bool) (l *link, send []api.Op, index []
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	l = c.link
-	for _, i := range b.todo {
+	for _, i := range b.left {
 		o := &b.ops[i]
 		op := o.op
 		var on *link

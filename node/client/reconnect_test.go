@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -226,6 +227,70 @@ func TestCallsUnderWayAreRepeatedOnTheNextConnection(t *testing.T) {
 	f.released(20)
 	y.Mapped.Release()
 	f.released(11)
+}
+
+// The node answers and dies: whether the caller or the reader is first to see its part of that, the call is carried out.
+func TestAnAnswerThatTheConnectionsEndOvertakesIsAskedForAgain(t *testing.T) {
+	f := newFakeNode(t)
+	c, _ := f.dialAgain(time.Minute)
+	over := make(chan error, 1)
+	var answered atomic.Int64
+	go func() {
+		for handle := uint64(1); ; handle++ {
+			m, err := f.conn.Receive()
+			r, ok := m.(*api.Request)
+			if err == nil && ok {
+				reply := &api.Reply{ID: r.ID, Results: make([]api.Result, len(r.Ops))}
+				asked := 0
+				for i, o := range r.Ops {
+					switch o.Kind {
+					case api.OpReserve, api.OpMap:
+						asked++
+						reply.Results[i] = api.Result{Handle: handle<<8 + uint64(i), Info: info(o.Key, 1, 1)}
+					case api.OpRelease, api.OpDiscard:
+					default: // of a restatement
+						reply.Results[i] = api.Result{Handle: handle<<8 + uint64(i), Info: info(o.Key, o.Gen, 1)}
+					}
+				}
+				if err = f.conn.Send(api.MaxReplyFrame, reply); asked == 0 && err == nil {
+					continue
+				}
+				answered.Add(int64(asked))
+			}
+			_ = f.conn.Close()
+			if err := f.greet(); err != nil {
+				over <- err
+				return
+			}
+		}
+	}()
+	const rounds = 300
+	for range rounds {
+		r, err := c.Batch(testContext(t), MapOp("a"), ReserveOp("b", testSpec))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i := range r {
+			if r[i].Err != nil {
+				t.Fatalf("operation %d: %v", i, r[i].Err)
+			}
+		}
+		r[0].Mapped.Release()
+		r[1].Reservation.drop()
+	}
+	if err := f.listen.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Close(); err != nil {
+		t.Error(err)
+	}
+	<-over
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.filled) != 0 || len(c.pinned) != 0 {
+		t.Errorf("%d reservations and %d pins are kept", len(c.filled), len(c.pinned))
+	}
+	t.Logf("%d operations answered, %d asked for again", answered.Load(), answered.Load()-2*rounds)
 }
 
 func TestWithoutANodeCallsEndInATypedErrorInTime(t *testing.T) {
