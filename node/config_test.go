@@ -40,7 +40,7 @@ timeouts:
   item: 90s
 `)
 	env := []string{"FERRY_SIDE_CHANNEL=127.0.0.1:7001", "FERRY_TIMEOUTS_READ=6s", "FERRY_MODEL=n", "FERRY_PORT=tcp://10.0.0.1:80", "PATH=/bin",
-		"VLLM_EC_SIDE_CHANNEL_PORT=7009", "FERRY_PLANES=mapped,tcp"}
+		"VLLM_EC_SIDE_CHANNEL_PORT=7009", "FERRY_PLANES=mapped,tcp", "FERRY_HOLD_SHARE=", "FERRY_TIMEOUTS_ITEM="}
 	flags := map[string]string{"timeouts.read": "7s", "dtype": "torch.float16", "consumer_ack_timeout_s": "1.5", "slots": "9", "grant_total_share": "1"}
 	got, err := Load(file, env, flags)
 	if err != nil {

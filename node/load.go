@@ -132,7 +132,7 @@ func loadEnv(c *Config, environ []string) error {
 	}
 	for _, key := range allKeys {
 		name := EnvName(key)
-		if value, given := env[name]; given {
+		if value := env[name]; value != "" { // empty is what compose files and charts make of a variable that nobody set
 			if err := assign(c, key, value); err != nil {
 				errs = append(errs, fmt.Errorf("environment %s: %w", name, err))
 			}
