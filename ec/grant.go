@@ -14,9 +14,10 @@ import (
 
 // Limits of what peers may hold.
 const (
-	maxSessions        = 4    // sessions with grants on one connection
-	maxDescriptors     = 8    // acks of one plain session that carry the descriptor before its first READ is complete
-	maxPlainSessions   = 4096 // plain sessions remembered, for the rule above
+	maxSessions        = 4           // sessions with grants on one connection
+	maxDescriptors     = 8           // acks of one plain session that carry the descriptor before its first READ is complete, at once
+	descriptorEvery    = time.Second // afterwards, until that READ: one
+	maxPlainSessions   = 4096        // plain sessions remembered, for the rule above
 	grantIDRandomBytes = 16
 )
 
@@ -66,7 +67,8 @@ type grantTable struct {
 type plainSession struct {
 	agent       *incarnation // that the counts below are about
 	descriptors int
-	read        bool // a READ is complete, so the peer has the agent and its descriptor
+	described   time.Time // the last of them
+	read        bool      // a READ is complete, so the peer has the agent and its descriptor
 	grants      int
 	moving      time.Time // since when it waits to be told of another agent; zero: it does not
 
@@ -215,11 +217,18 @@ func (t *grantTable) descriptorDue(session string, agent *incarnation) bool {
 	if s.agent != agent {
 		s.agent, s.descriptors, s.read, s.moving = agent, 0, false, time.Time{}
 	}
-	if s.read || s.descriptors >= maxDescriptors {
+	if s.read {
 		return false
 	}
 	s.descriptors++
+	s.described = time.Now()
 	return true
+}
+
+// descriptorWithheld says whether an ack that names agent would be of no use to the session: it may lack the descriptor, as it has READ
+// nothing, and has been sent so many that it must wait for the next.
+func (s *plainSession) descriptorWithheld(agent *incarnation) bool {
+	return s.agent == agent && !s.read && s.descriptors >= maxDescriptors && time.Since(s.described) < descriptorEvery
 }
 
 // How a grant ends.

@@ -95,6 +95,11 @@ func TestWhatPlainPeersBurnedStopsNeitherOwnPeersNorThoseThatHaveLittle(t *testi
 		s.session(key(0), "warm", "3")
 		a.notify(transfer.Notification{Message: wire.Notification("warm", key(0))})
 		for i := range 1020 {
+			for _, session := range []string{"greedy-1", "greedy-2"} { // as many sessions of one address would, of eight descriptors each
+				s.producer.mu.Lock()
+				s.producer.grants.plainSession(session).descriptors = 0
+				s.producer.mu.Unlock()
+			}
 			s.session(key(i), "greedy-1", "1")
 			s.session(key(i+1500), "greedy-2", "2")
 		}

@@ -98,7 +98,8 @@ func (p *Producer) agent(pool *servedPool) *incarnation {
 	return i
 }
 
-// servable says whether an ack for that grant can be sent now: there is an agent, and naming it spoils no READ of the session. A vLLM
+// servable says whether an ack for that grant can be sent now: there is an agent, the ack says all that the session needs of it
+// (descriptorWithheld), and naming it spoils no READ of the session. A vLLM
 // consumer that is told of another agent takes the former one away at once, and what it READs from there fails (over shared memory
 // it is complete when it is posted, over a network it is not). So a session that may be reading waits until its READs are
 // complete, or as long as it would itself. Called with the lock held.
@@ -108,6 +109,9 @@ func (p *Producer) servable(id grantKey) bool {
 		return false // it is being started again
 	}
 	s := p.grants.plain[id.session]
+	if s != nil && s.descriptorWithheld(agent) {
+		return false
+	}
 	if s == nil || s.agent == nil || s.agent == agent || s.agent.over() {
 		return true
 	}
@@ -192,7 +196,9 @@ func (p *Producer) readByPlain(id grantKey) *grant {
 	p.stats.Notified++
 	g.read++
 	s := p.grants.plainSession(g.session)
-	s.read = true
+	if len(g.told) == 1 && g.told[0] == s.agent {
+		s.read = true // by the agent that it is told of now, and not by a former one
+	}
 	if len(g.told) == 1 && g.told[0] != s.moved {
 		s.moved, s.movedAt = g.told[0], time.Now()
 	}

@@ -223,6 +223,9 @@ func TestTheDescriptorIsSentUntilTheFirstReadIsComplete(t *testing.T) {
 	if n := with(0, 20); n != maxDescriptors {
 		t.Errorf("%d of 20 acks carry the descriptor, want %d", n, maxDescriptors)
 	}
+	if a := s.ask(s.plain("img-0")); a.Status != wire.NackNotReady {
+		t.Errorf("a session that has READ nothing is answered %v without a descriptor", a.Status)
+	}
 	r := s.plain("img-0")
 	r.Session = "s-2"
 	if len(s.ask(r).MemDescriptor) == 0 {
@@ -237,6 +240,46 @@ func TestTheDescriptorIsSentUntilTheFirstReadIsComplete(t *testing.T) {
 	if len(s.ask(r).MemDescriptor) == 0 {
 		t.Error("not sent with a new agent")
 	}
+}
+
+func TestASessionThatDroppedItsFirstAcksGetsTheDescriptorLater(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, plane := plainStand(t, 64)
+		save(t, s.cache, "img", 1)
+		for range maxDescriptors {
+			s.ask(s.plain("img"))
+		}
+		for range 3 { // its grant never lapses, as it goes on asking
+			if a := s.ask(s.plain("img")); a.Status != wire.NackNotReady {
+				t.Errorf("at once: %v", a.Status)
+			}
+			time.Sleep(descriptorEvery)
+			if a := s.ask(s.plain("img")); a.Status != wire.OK || len(a.MemDescriptor) == 0 {
+				t.Errorf("later: %v, descriptor of %d bytes", a.Status, len(a.MemDescriptor))
+			}
+		}
+		plane.byName["agent-0"].notify(transfer.Notification{Message: wire.Notification("s-1", "img")})
+		if a := s.ask(s.plain("img")); a.Status != wire.OK || len(a.MemDescriptor) != 0 {
+			t.Errorf("after a READ: %v, descriptor of %d bytes", a.Status, len(a.MemDescriptor))
+		}
+	})
+}
+
+func TestAReadByTheFormerAgentDoesNotWithholdTheDescriptorOfTheNew(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, plane := plainStand(t, 64)
+		save(t, s.cache, "img", 1)
+		s.ask(s.plain("img"))
+		former := plane.byName["agent-0"]
+		former.name = "agent-0b" // a new incarnation
+		if a := s.ask(s.plain("img")); a.Status != wire.OK || len(a.MemDescriptor) == 0 {
+			t.Fatalf("%v, descriptor of %d bytes", a.Status, len(a.MemDescriptor))
+		}
+		former.notify(transfer.Notification{Message: wire.Notification("s-1", "img")})
+		if a := s.ask(s.plain("img")); a.Status != wire.OK || len(a.MemDescriptor) == 0 {
+			t.Errorf("after a READ that the former agent may have served: %v, descriptor of %d bytes", a.Status, len(a.MemDescriptor))
+		}
+	})
 }
 
 func TestPlainSessionsAreForgottenBeforeTheyFillTheMemory(t *testing.T) {
