@@ -28,6 +28,9 @@ func TestAnIdleAgentSeldomAsksTheLibrary(t *testing.T) {
 			time.Sleep(d)
 			synctest.Wait()
 			for i, most := range []int{notifications, status} {
+				if most > 0 {
+					most += 2 // at the ends of the time
+				}
 				if n := f.Calls(calls[i]) - asked[calls[i]]; n > most {
 					t.Errorf("%s: %d calls for %s in %v, at most %d were expected", what, n, calls[i], d, most)
 				}
