@@ -16,7 +16,7 @@ import (
 	"github.com/tensorferry/tensorferry/transfer/transfertest"
 )
 
-// V9: one plain peer asks for 10,000 entries, on 4 connections of 4 sessions, and reads none, for half an hour. Small entries, large ones, and
+// V9: one plain peer asks for 10,000 entries, by a session for each eight, and reads none, for half an hour. Small entries, large ones, and
 // entries of which five fill the pool.
 func TestAPeerThatTakesAllItCanAndReadsNothingStopsNobody(t *testing.T) {
 	for _, tt := range []struct{ blocks, size int }{{4000, 1}, {4000, 40}, {4000, 800}} {
@@ -37,8 +37,8 @@ func greedy(t *testing.T, blocks, size int) {
 	burst := func(requests int) {
 		for i := range requests {
 			r := s.plain(fmt.Sprint("img-", i%n))
-			r.Session = fmt.Sprint("greedy-", i%16)
-			s.from(r, control.Source{ID: fmt.Sprint("greedy-", i%4), Addr: "10.0.0.66"})
+			r.Session = fmt.Sprint("greedy-", i/maxDescriptors)
+			s.from(r, control.Source{ID: r.Session, Addr: "10.0.0.66"})
 		}
 	}
 	burst(10_000)
