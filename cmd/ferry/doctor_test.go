@@ -75,7 +75,7 @@ func TestDoctorComparesSharedMemoryWithWhatIsWanted(t *testing.T) {
 	c := node.DefaultConfig()
 	c.Pools = []node.PoolConfig{{ECCPUBytes: "1KiB", BlockBytes: 256, Slots: 512}}
 	const file = 320<<10 + 1<<10 // header and clients, 36 KiB, and slots, 256 KiB, in steps of 64 KiB, then the pool
-	if f := checkShm(c); f.Verdict != good || !strings.Contains(f.Detail, fmt.Sprintf("bytes), %d bytes wanted (%d bytes", file, file)) {
+	if f := checkShm(c); f.Verdict != good || !strings.Contains(f.Detail, fmt.Sprintf("bytes), 321 KiB wanted (%d bytes", file)) {
 		t.Errorf("%+v", f)
 	}
 	c.Pools = append(c.Pools, node.PoolConfig{ECCPUBytes: "1000TiB"})
