@@ -85,7 +85,7 @@ func (f *fetch) run() {
 	p := &api.Push{Ref: f.op.Ref, Event: api.EventFetched}
 	res := f.s.bring(ctx, f.op, f.a, p)
 	if res.Outcome == ec.FetchCanceled && errors.Is(context.Cause(ctx), context.DeadlineExceeded) {
-		res.Outcome, res.Err = ec.FetchTimedOut, fmt.Errorf("not there after the %v that the engine allowed", f.timeout)
+		res.Outcome, res.Err = ec.FetchTimedOut, fmt.Errorf("not there within the %v that it was given", f.timeout)
 	}
 	defer f.s.work.Done()
 	defer f.cancel(nil)
