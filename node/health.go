@@ -123,7 +123,7 @@ func (h *planeHealth) set(p transfer.Plane, err error) {
 }
 
 // watchFiles logs, until closed is, when what others find the node by has gone: the engine socket and the regions' files, which a hand or a
-// cleaner of temporary files may take away. It takes a start of the node to mend that. Readiness looks by itself.
+// cleaner of temporary files may take away. Putting the file back mends that, or a start of the node. Readiness looks by itself.
 func watchFiles(closed <-chan struct{}, look func() error, log *slog.Logger) {
 	tick := time.NewTicker(checkEvery)
 	defer tick.Stop()
@@ -137,9 +137,9 @@ func watchFiles(closed <-chan struct{}, look func() error, log *slog.Logger) {
 		err := look()
 		switch {
 		case err != nil && before == nil:
-			log.Error("the node can no longer be found: it has to be started again", "error", err)
+			log.Error("the node can no longer be found, until what is gone is put back or it is started again", "error", err)
 		case err == nil && before != nil:
-			log.Info("what was gone is there again", "was", before)
+			log.Info("the node can be found again: what was gone was put back", "was", before)
 		}
 		before = err
 	}

@@ -174,6 +174,9 @@ func TestFilesThatGoAndComeAreLoggedOnce(t *testing.T) {
 			if got, want := strings.Count(log.String(), "\n"), []int{0, 1, 1, 2, 2}[i]; got != want {
 				t.Errorf("look %d: %d log lines, want %d:\n%s", i, got, want, log.String())
 			}
+			if want := "level=INFO msg=\"the node can be found again: what was gone was put back\""; strings.Contains(log.String(), want) != (i >= 3) {
+				t.Errorf("look %d: %q in the log: %v", i, want, i < 3)
+			}
 		}
 		close(closed)
 		<-ended

@@ -114,11 +114,11 @@ func (s *engineSocket) lost() error {
 	var st unix.Stat_t
 	switch err := unix.Lstat(s.path, &st); {
 	case errors.Is(err, unix.ENOENT):
-		return fmt.Errorf("the engine socket %s was removed: no engine can connect until the node is started again", s.path)
+		return fmt.Errorf("the engine socket %s was removed: no engine can connect until it is put back or the node is started again", s.path)
 	case err != nil:
 		return fmt.Errorf("the engine socket %s: %w", s.path, err)
 	case st.Dev != s.dev || st.Ino != s.ino:
-		return fmt.Errorf("the engine socket %s was replaced by another file: no engine can connect until the node is started again", s.path)
+		return fmt.Errorf("the engine socket %s was replaced by another file: no engine can connect until it is put back or the node is started again", s.path)
 	}
 	return nil
 }
