@@ -72,6 +72,12 @@ func (l *planeLog) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
+func (l *planeLog) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return string(l.text)
+}
+
 // logged are options for agents in processes of their own, and their plane's log.
 func logged(t *testing.T) (Options, *planeLog) {
 	t.Helper()
@@ -174,7 +180,8 @@ func testFetchAgentDies(t *testing.T) {
 }
 
 func TestAServeAgentThatDiesIsStartedAgainUnderAnotherName(t *testing.T) {
-	p := newPlane(t, processes(t))
+	o, log := logged(t)
+	p := newPlane(t, o)
 	m := shared(t, 1<<20)
 	notes := make(chan transfer.Notification, 1)
 	r, err := p.Register(t.Context(), m, func(n transfer.Notification) { notes <- n })
@@ -208,6 +215,9 @@ func TestAServeAgentThatDiesIsStartedAgainUnderAnotherName(t *testing.T) {
 	transfertest.Eventually(t, "the next agent", func() bool {
 		after, _, _ := reg.Agent()
 		return after != nil && !bytes.Equal(after, before)
+	})
+	transfertest.Eventually(t, "the log to say so", func() bool {
+		return strings.Count(log.String(), `level=INFO msg="nixl: the serve agent is up again`) == 1
 	})
 	clear(dst)
 	notified(add(t, p, reg.Metadata()))

@@ -175,6 +175,7 @@ func (r *Registration) keep() {
 			continue // it was rotated, and was a former one when it ended
 		}
 		r.plane.o.Log.Error("nixl: the serve agent died and is started again; READs of peers fail until they have its new metadata", hint(i)...)
+		died := time.Now()
 		b.ended(i.started)
 		for r.cur.Load() == nil {
 			select {
@@ -187,6 +188,7 @@ func (r *Registration) keep() {
 				r.plane.o.Log.Error("nixl: the serve agent did not start again", "err", err, "failures", b.failures)
 			}
 		}
+		r.plane.o.Log.Info("nixl: the serve agent is up again; the next answers to peers tell them of it", "was_gone_for", time.Since(died).Round(time.Millisecond))
 	}
 }
 
