@@ -51,6 +51,17 @@ func (s *settings) checkNIXL() error {
 	return errors.Join(errs...)
 }
 
+// unusedNIXL names the settings that say something of NIXL, for where there is none.
+func (s *settings) unusedNIXL() (keys []string) {
+	if len(s.NIXL.Backends) > 0 {
+		keys = append(keys, "nixl.backends")
+	}
+	if len(s.NIXL.Params) > 0 {
+		keys = append(keys, "nixl.params")
+	}
+	return keys
+}
+
 // nixlOptions are the plane's.
 func (s *settings) nixlOptions(log *slog.Logger) nixl.Options {
 	// Without a trusted network the side channel is on loopback, and so must be what NIXL's agents listen on.

@@ -145,6 +145,10 @@ func (n *Node) warn() {
 	if s.Admin != AdminOff && !hostname.Loopback(s.adminHost) {
 		n.log.Warn("admin is open to the network", "admin", s.Admin)
 	}
+	var st unix.Statfs_t
+	if err := unix.Statfs(s.ShmDir, &st); err == nil && st.Type != unix.TMPFS_MAGIC { // if not, the region says why
+		n.log.Warn("shm_dir is not on a tmpfs: encodings are written back to a disk; name a directory on a tmpfs", "shm_dir", s.ShmDir)
+	}
 	if hostname.Loopback(s.advertise) {
 		n.log.Info("announcements carry a loopback address: only nodes of this machine can pull; for others set side_channel and trusted_network", "advertised", s.advertise)
 	}

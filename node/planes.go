@@ -57,6 +57,9 @@ func openPlanes(ctx context.Context, s *settings, log *slog.Logger) (_ []transfe
 			planes = append(planes, p)
 		case s.Planes == nil && errors.Is(err, errPlaneMissing):
 			log.Debug("data plane left out", "plane", name, "reason", err)
+			if unused := s.unusedNIXL(); name == transfer.NIXL && unused != nil {
+				log.Warn("settings have no effect: NIXL is not there; ferry doctor says more", "settings", unused)
+			}
 		default:
 			return nil, badPlane(name, err)
 		}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"log/slog"
 	"net"
 	"net/http"
 	"os"
@@ -15,7 +16,10 @@ import (
 	"syscall"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/tensorferry/tensorferry/region"
+	"github.com/tensorferry/tensorferry/transfer"
 	"github.com/tensorferry/tensorferry/transfer/nixl"
 )
 
@@ -342,4 +346,47 @@ func TestAStartThatFailsLateLeavesWhatWasGrantedGranted(t *testing.T) {
 		t.Errorf("adopted %v, %v", next.pools[0].region.Adopted(), next.pools[0].grantedBefore)
 	}
 	checkBytes(t, dial(t, next), "granted", 2, 1)
+}
+
+// What does not do what it looks like is said once, at the start.
+func TestAStartWarnsOfWhatHasNoEffectOrGoesToADisk(t *testing.T) {
+	usual := planeMakers[transfer.NIXL]
+	defer func() { planeMakers[transfer.NIXL] = usual }()
+	planeMakers[transfer.NIXL] = func(context.Context, *settings, *slog.Logger) (transfer.Plane, error) { return nil, errPlaneMissing }
+	disk := t.TempDir()
+	var st unix.Statfs_t
+	if err := unix.Statfs(disk, &st); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		name string
+		set  func(*Config)
+		want string // "": no warning
+	}{
+		{"the usual", func(*Config) {}, ""},
+		{"backends", func(c *Config) { c.NIXL.Backends = []string{"UCX"} }, `no effect: NIXL is not there; ferry doctor says more" settings=[nixl.backends]`},
+		{"parameters", func(c *Config) { c.NIXL.Params = []string{"num_workers=2"} }, `settings=[nixl.params]`},
+		{"both", func(c *Config) {
+			c.NIXL.Backends, c.NIXL.Params = []string{"UCX"}, []string{"num_workers=2"}
+		}, `settings="[nixl.backends nixl.params]"`},
+		{"a disk", func(c *Config) { c.ShmDir = disk }, "shm_dir=" + disk},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if c.name == "a disk" && st.Type == unix.TMPFS_MAGIC {
+				t.Skip("temporary files are on a tmpfs here")
+			}
+			cfg, log := testConfig(t, 16), &logged{}
+			c.set(&cfg)
+			n, err := Start(testContext(t), cfg, slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelWarn})))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := n.Close(testContext(t)); err != nil {
+				t.Error(err)
+			}
+			if got := log.String(); c.want == "" && got != "" || !strings.Contains(got, c.want) || strings.Count(got, "\n") > 1 {
+				t.Errorf("logged %q; want one line with %q", got, c.want)
+			}
+		})
+	}
 }
