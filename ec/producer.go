@@ -532,7 +532,8 @@ func source(from control.Source) string {
 	return "connection " + from.ID
 }
 
-// Close ends all grants and withdraws the pools from their planes: no byte of them is read by a peer after it returns.
+// Close ends all grants and withdraws the pools from their planes: no byte of them is read by a peer after it returns, but of those whose
+// agents were left (see Leave).
 // Idempotent. The control loop may still call Message.
 func (p *Producer) Close() error {
 	p.mu.Lock()

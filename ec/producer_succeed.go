@@ -24,13 +24,11 @@ func (i *incarnation) fresh() bool { return i.inherited && time.Since(i.acked) <
 // succeed retires what is left of the process before, and takes its granted entries.
 func (p *Producer) succeed(pool *servedPool, granted []*Pin) {
 	pool.granted, pool.inherited = granted, len(granted)
-	s, ok := pool.plain.(Successor)
-	if !ok {
-		s = pool.former
-	}
 	var formers []transfer.Former
-	if s != nil {
-		formers = s.Formers()
+	for _, s := range []any{pool.former, pool.plain} {
+		if s, ok := s.(Successor); ok {
+			formers = append(formers, s.Formers()...)
+		}
 	}
 	if len(formers) == 0 {
 		pool.releaseGranted()

@@ -40,9 +40,9 @@ func (h heir) Formers() []transfer.Former {
 	return []transfer.Former{{Left: time.Now().Add(-h.plane.since), Gone: h.plane.former, End: func() { close(h.plane.former) }}}
 }
 
-// inherit makes a producer over a cache that another one was killed on, after it had granted "read" to a plain peer that has read
-// it and "late" to one that has not.
-func inherit(t *testing.T, plane *heirs) *stand {
+// grantedBefore is a cache that a producer was killed on, after it had granted "read" to a plain peer that has read it and "late" to one
+// that has not.
+func grantedBefore(t *testing.T) (*Cache, []*Pin) {
 	t.Helper()
 	first, serving := plainStand(t, 100)
 	serving.fixed = true // it does nothing any more, once it is dead
@@ -60,8 +60,15 @@ func inherit(t *testing.T, plane *heirs) *stand {
 	if len(adopted.Granted) != 1 || adopted.Granted[0].Info().Key != "late" {
 		t.Fatalf("granted are %d entries, want the one that was not read", len(adopted.Granted))
 	}
+	return next, adopted.Granted
+}
+
+// inherit makes a producer that goes on with such a cache.
+func inherit(t *testing.T, plane *heirs) *stand {
+	t.Helper()
+	next, granted := grantedBefore(t)
 	s := newStand(t, 100, func(o *ProducerOptions) {
-		o.Pools[0].Cache, o.Pools[0].Planes, o.Pools[0].Granted = next, []transfer.Plane{plane}, adopted.Granted
+		o.Pools[0].Cache, o.Pools[0].Planes, o.Pools[0].Granted = next, []transfer.Plane{plane}, granted
 	})
 	s.cache = next
 	return s
@@ -228,4 +235,63 @@ func TestAProducerThatEndsCountsAndLeavesWhatIsUnread(t *testing.T) {
 			t.Errorf("%d unread", n)
 		}
 	})
+}
+
+// tookOver is what a caller took over beside the planes.
+type tookOver struct {
+	formers []transfer.Former
+	left    bool
+}
+
+func (s *tookOver) Formers() []transfer.Former { return s.formers }
+func (s *tookOver) Leave() bool                { s.left = true; return true }
+
+// As a node does that serves by TCP only, or by a NIXL agent in its own process, which never outlives it and so has no formers of its own.
+func TestAgentsThatNoPlaneTookOverKeepWhatWasGranted(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		plane transfer.Plane // nil: none that speaks to plain peers
+		leave bool
+	}{
+		{"no plane for plain peers", nil, false},
+		{"a plane that has taken none over", &heirs{}, false},
+		{"left", nil, true},
+		{"left beside a plane that leaves none", &heirs{}, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				cache, granted := grantedBefore(t)
+				gone := make(chan struct{})
+				former := &tookOver{formers: []transfer.Former{{Left: time.Now(), Gone: gone, End: func() { close(gone) }}}}
+				s := newStand(t, 100, func(o *ProducerOptions) {
+					o.Pools[0].Cache, o.Pools[0].Granted, o.Pools[0].Former = cache, granted, former
+					if c.plane != nil {
+						o.Pools[0].Planes = []transfer.Plane{c.plane}
+					}
+				})
+				s.cache = cache
+				wait(sessionGone - time.Minute)
+				s.producer.Stop()
+				if over(gone) || s.pins("late") != 1 || s.producer.Unread(cache) != 1 {
+					t.Fatalf("ended: %v; %d pins, %d unread", over(gone), s.pins("late"), s.producer.Unread(cache))
+				}
+				if c.leave {
+					if !s.producer.Leave(cache) || !former.left {
+						t.Error("not left")
+					}
+					if err := s.producer.Close(); err != nil {
+						t.Error(err)
+					}
+					if over(gone) || s.pins("late") != 1 {
+						t.Errorf("ended: %v; %d pins", over(gone), s.pins("late"))
+					}
+					return
+				}
+				wait(2 * time.Minute)
+				if !over(gone) || s.pins("late") != 0 || s.producer.Unread(cache) != 0 {
+					t.Errorf("ended: %v; %d pins, %d unread", over(gone), s.pins("late"), s.producer.Unread(cache))
+				}
+			})
+		})
+	}
 }

@@ -172,10 +172,11 @@ func (n *Node) startPools(ctx context.Context) error {
 				p.handBack(ctx, n.log)
 			}
 			p.region.KeepFor(n.s.Timeouts.Adopt)
-			if p.left {
+			remove := n.removes(p)
+			if p.left && remove { // else its name says for how long
 				p.region.ServeFor(n.s.Timeouts.Adopt)
 			}
-			switch remove := n.removes(p); {
+			switch {
 			case !n.busy:
 				p.clients.close()
 				return p.region.Close(remove)

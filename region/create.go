@@ -307,8 +307,14 @@ func reapOpen(ctx context.Context, dir *os.File, name, path string, f *os.File, 
 		return h, false, err
 	}
 	if headerErr == nil && h.waitsFor() > 0 && served(f) && granted(f, &h.header) {
-		h.left = checkSpace(dir, path, size, 0) == nil && leaveServers(f, &h.header) == nil
+		h.left = checkSpace(dir, path, size, 0) == nil && leaveServers(f, h.adoptUntil) == nil
 		h.cutOff = !h.left
+	}
+	if !h.left && headerErr == nil && h.serveUntil != 0 {
+		// Its owner, or a start that ended here before, had left them; nothing is to be READ of it now, or there is no room.
+		if err := leaveServers(f, 0); err != nil {
+			return h, false, &fs.PathError{Op: "region: write", Path: path, Err: err}
+		}
 	}
 	done, err = unlinkIfSame(dir, name, f)
 	return h, done, err

@@ -82,10 +82,10 @@ func granted(f *os.File, h *header) (yes bool) {
 	return false
 }
 
-// leaveServers lets those who serve a dead owner's file go on once it has no name, for as long as it would have waited.
-func leaveServers(f *os.File, h *header) error {
+// leaveServers lets those who serve a dead owner's file go on once it has no name until then, by boottime.Now; 0: they end.
+func leaveServers(f *os.File, until int64) error {
 	var word [8]byte
-	order.PutUint64(word[:], uint64(h.adoptUntil))
+	order.PutUint64(word[:], uint64(until))
 	_, err := f.WriteAt(word[:], offServeUntil)
 	return err
 }

@@ -137,7 +137,12 @@ func (o *outliving) claimed(c *net.UnixConn) *wire {
 	_ = c.SetReadDeadline(time.Now().Add(claimTimeout)) // fails only on a closed connection, as the reading then does
 	f, err := w.next()
 	if err == nil && f.kind == frameEnd {
-		o.told = c
+		if o.unnamed() && alive(c) {
+			o.told = c
+			return nil
+		}
+		_ = w.send(frameReply, f.id, nil, func(b []byte) []byte { return appendReply(b, errServesOn) }) // fails if nobody waits for it
+		_ = c.Close()
 		return nil
 	}
 	if err == nil && f.kind != frameTakeOver {
@@ -159,6 +164,15 @@ func (o *outliving) claimed(c *net.UnixConn) *wire {
 	_ = c.SetReadDeadline(time.Time{})
 	o.epoch = epoch
 	return w
+}
+
+// errServesOn is said to who wants the memory of a region that has its name yet.
+var errServesOn = fmt.Errorf("%w: nixl: the region waits for its owner", transfer.ErrBadRequest)
+
+// unnamed says whether the file has lost its name: its memory is free then when nobody has it any more.
+func (o *outliving) unnamed() bool {
+	var st unix.Stat_t
+	return unix.Fstat(int(o.file.Fd()), &st) == nil && st.Nlink == 0
 }
 
 func (o *outliving) sameRegion(w *wire) (epoch uint64, err error) {

@@ -124,14 +124,7 @@ func (r *Registration) makeRoom() {
 	if r.cur.Load() != nil {
 		serving++
 	}
-	var live []*former
-	for _, f := range r.formers {
-		select {
-		case <-f.isOver:
-		default:
-			live = append(live, f)
-		}
-	}
+	live := stillServing(r.formers)
 	for ; len(live) > 0 && serving+len(live) >= region.Servers; live = live[1:] {
 		r.plane.o.Log.Warn("nixl: the oldest serve agent of a node before is ended, for want of a number for the next; a vLLM engine that was told of it and has not READ yet may end",
 			"pid", live[0].pid(), "without_its_node_for", time.Since(live[0].since).Round(time.Second), "at_most", region.Servers)
@@ -294,7 +287,12 @@ func (r *Registration) Formers() []transfer.Former { return formersOf(r.formers)
 // killed: see Options.Outlive. They end by themselves. It says whether there are any.
 func (r *Registration) Leave() bool {
 	i := r.cur.Load()
-	leaves := i != nil && i.outlives || len(r.formers) > 0
+	leaves := i != nil && i.outlives || len(stillServing(r.formers)) > 0
+	r.mu.Lock()
+	for i := range r.old {
+		leaves = leaves || i.outlives
+	}
+	r.mu.Unlock()
 	r.leaves.Store(leaves)
 	return leaves
 }

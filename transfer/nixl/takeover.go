@@ -99,7 +99,7 @@ func (h *Heirs) Formers() []transfer.Former { return formersOf(h.all) }
 
 // Leave has Close leave those that still serve to the next owner, as Registration.Leave does.
 func (h *Heirs) Leave() bool {
-	h.leaves = len(h.all) > 0
+	h.leaves = len(stillServing(h.all)) > 0
 	return h.leaves
 }
 
@@ -113,6 +113,18 @@ func (h *Heirs) Close() error {
 		a.end()
 	}
 	return nil
+}
+
+// stillServing are those that are not over.
+func stillServing(all []*former) (live []*former) {
+	for _, a := range all {
+		select {
+		case <-a.isOver:
+		default:
+			live = append(live, a)
+		}
+	}
+	return live
 }
 
 func formersOf(all []*former) (fs []transfer.Former) {
@@ -140,6 +152,9 @@ func EndUnnamed(ctx context.Context, path string) (ended int) {
 	}
 	seen := map[string]bool{}
 	for w := range strings.FieldsSeq(string(list)) { // a connection to a socket has its name too
+		if ctx.Err() != nil {
+			break
+		}
 		rest, ours := strings.CutPrefix(w, prefix)
 		if ino, _, _ := strings.Cut(rest, "/"); !ours || seen[w] || ino == strconv.FormatUint(named.Ino, 10) {
 			continue
@@ -166,7 +181,7 @@ func endUnnamed(ctx context.Context, name string) bool {
 	a := &former{wire: wireOf(c)}
 	a.seize(cred, c)
 	defer a.close()
-	// It is told, not killed: one whose plane lives does not listen.
+	// It is told, not killed: one whose plane lives does not listen, and one whose file has a name, in another directory, refuses.
 	if err := a.wire.send(frameEnd, 0, nil, nil); err != nil {
 		return false
 	}
@@ -175,13 +190,18 @@ func endUnnamed(ctx context.Context, name string) bool {
 		deadline = d
 	}
 	_ = c.SetReadDeadline(deadline) // fails only on a closed connection
-	if _, err := a.wire.next(); errors.Is(err, os.ErrDeadlineExceeded) {
+	if _, err := a.wire.next(); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
 		return false
 	}
-	if a.process != nil { // its files go after its sockets
-		_, _ = unix.Poll([]unix.PollFd{{Fd: int32(a.process.Fd()), Events: unix.POLLIN}}, int(max(0, time.Until(deadline)).Milliseconds()))
+	if a.process == nil {
+		return true // it cannot be seen from here
 	}
-	return true
+	for { // its files go after its sockets
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(a.process.Fd()), Events: unix.POLLIN}}, int(max(0, time.Until(deadline)).Milliseconds()))
+		if !errors.Is(err, unix.EINTR) {
+			return err == nil && n == 1
+		}
+	}
 }
 
 // seize notes the process at the other end of c, if it can be seen from here.
