@@ -1,6 +1,8 @@
 package region
 
 import (
+	"context"
+	"fmt"
 	"os"
 	"testing"
 	"time"
@@ -97,5 +99,46 @@ func TestTheGrantedMarkOfASlotEndsWithItsEntry(t *testing.T) {
 	mustFill(t, table, 0, slot)
 	if s, err := table.Load(0); err != nil || s.Granted {
 		t.Errorf("a new entry: %+v, %v", s, err)
+	}
+}
+
+// An owner may have left its servers and then been killed before it took the name away; or a start did, before it found no room.
+func TestServersOfAReplacedFileEndIfNothingIsGrantedOfIt(t *testing.T) {
+	for _, granted := range []bool{false, true} {
+		t.Run(fmt.Sprintf("granted=%v", granted), func(t *testing.T) {
+			o := keptOptions(shmDir(t))
+			r := mustTake(t, o)
+			mustFill(t, r.Slots(), 0, Slot{Key: "k", Dtype: "torch.bfloat16", Shape: []int64{1}, Bytes: 2, Extents: []Extent{{Start: 1, Count: 1}}})
+			r.Slots().Ready(0, 0, false)
+			r.Slots().SetGranted(0, granted)
+			server := reopened(t, r)
+			if err := unix.FcntlFlock(server.Fd(), unix.F_OFD_SETLK, ServerLock(0, unix.F_RDLCK)); err != nil {
+				t.Fatal(err)
+			}
+			r.ServeFor(time.Hour)
+			if err := r.Close(false); err != nil {
+				t.Fatal(err)
+			}
+			o.Geometry.Blocks++
+			ctx, cancel := context.WithCancelCause(t.Context())
+			stop := make(chan struct{})
+			go func() { // as a server does
+				defer close(stop)
+				for ctx.Err() == nil {
+					if _, left, err := Waiting(server); err != nil || left == 0 {
+						_ = server.Close()
+						return
+					}
+					time.Sleep(time.Millisecond)
+				}
+			}()
+			mustTake(t, o)
+			cancel(nil)
+			<-stop
+			_, left, err := Waiting(server)
+			if serves := err == nil && left > 0; serves != granted {
+				t.Errorf("it is served on: %v (%v, %v), want %v", serves, left, err, granted)
+			}
+		})
 	}
 }

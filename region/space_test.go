@@ -2,6 +2,7 @@ package region
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -302,5 +303,50 @@ func TestSystemErrorsOfSpaceBecomeASpaceErrorAndOthersStay(t *testing.T) {
 		if got := spaceFrom(err, dir, "f", 1); got != err {
 			t.Errorf("%v became %v", err, got)
 		}
+	}
+}
+
+// A tmpfs has room for one file, and processes serve one that lost its name.
+func TestWhatIsServedWithoutItsNameGoesBeforeAStartFailsForItsMemory(t *testing.T) {
+	if !inPrivateMounts(t) {
+		return
+	}
+	for _, c := range []struct {
+		name  string
+		ended int
+		fits  bool
+	}{{"they end", 2, true}, {"there are none", 0, false}} {
+		t.Run(c.name, func(t *testing.T) {
+			size := smallOptions("").Geometry.fileBytes()
+			o := keptOptions(mountTmpfs(t, fmt.Sprintf("size=%d", size)))
+			r := mustTake(t, o)
+			served := reopened(t, r)
+			path := r.Path()
+			must(0, r.Close(true))
+			calls := 0
+			o.Reclaim = func(_ context.Context, p string) int {
+				calls++
+				if p != path {
+					t.Errorf("for %s, want %s", p, path)
+				}
+				if c.ended > 0 {
+					_ = served.Close()
+				}
+				return c.ended
+			}
+			next, err := Take(t.Context(), o)
+			if calls != 1 {
+				t.Errorf("%d calls, want one", calls)
+			}
+			if !c.fits {
+				wantSpace(t, err, o.Dir, size)
+				return
+			}
+			must(0, err)
+			if _, why := next.Replaced(); !strings.Contains(why, "were ended") {
+				t.Errorf("it says %q", why)
+			}
+			must(0, next.Close(true))
+		})
 	}
 }
