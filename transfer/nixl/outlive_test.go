@@ -29,7 +29,16 @@ const ownerEnv = "FERRY_NIXL_TEST_OWNER"
 type ownerOptions struct {
 	Library string
 	Command []string
-	Region  region.Options
+	Dir     string // of its region
+	Keep    time.Duration
+	Leave   leaving
+}
+
+// leaving is how an owner ends whose stdin does: as one that is killed, or cleanly.
+type leaving struct {
+	Agents bool          // leave them
+	Kept   bool          // the file keeps its name
+	Serve  time.Duration // how long they may go on without it
 }
 
 // owner is what such a process prints.
@@ -38,6 +47,7 @@ type owner struct {
 	Agents   []int
 	Metadata string // hex
 	cmd      *exec.Cmd
+	stdin    io.Closer
 }
 
 func regionOptions(dir string, keep time.Duration) region.Options {
@@ -71,7 +81,7 @@ func runOwner() {
 		}
 	}
 	check(json.Unmarshal([]byte(os.Getenv(ownerEnv)), &o))
-	_, m, err := take(context.Background(), o.Region)
+	served, m, err := take(context.Background(), regionOptions(o.Dir, o.Keep))
 	check(err)
 	fill(m.Bytes)
 	p, err := New(Options{Library: o.Library, Command: o.Command, Outlive: true})
@@ -86,21 +96,46 @@ func runOwner() {
 	line, err := json.Marshal(owner{PID: os.Getpid(), Agents: append(pids, r.pid()), Metadata: hex.EncodeToString(md)})
 	check(err)
 	fmt.Println(string(line))
-	select {}
+	_, _ = io.Copy(io.Discard, os.Stdin) // until it is told to end
+	if !r.Leave() {
+		check(errors.New("no agent can be left"))
+	}
+	if !o.Leave.Agents {
+		r.leaves.Store(false)
+	}
+	check(r.Close())
+	check(p.Close())
+	served.ServeFor(o.Leave.Serve)
+	check(served.Close(!o.Leave.Kept))
+	os.Exit(0)
 }
 
 func startOwner(t *testing.T, o region.Options) *owner {
 	t.Helper()
+	return startOwnerThat(t, o, leaving{})
+}
+
+// end ends it cleanly.
+func (o *owner) end(t *testing.T) {
+	t.Helper()
+	must(t, o.stdin.Close())
+	must(t, o.cmd.Wait())
+}
+
+func startOwnerThat(t *testing.T, o region.Options, leave leaving) *owner {
+	t.Helper()
 	p := processes(t)
-	text, err := json.Marshal(ownerOptions{p.Library, p.Command, o})
+	text, err := json.Marshal(ownerOptions{p.Library, p.Command, o.Dir, o.Keep, leave})
 	must(t, err)
 	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), ownerEnv+"="+string(text))
 	cmd.Stderr = os.Stderr
 	out, err := cmd.StdoutPipe()
 	must(t, err)
+	in, err := cmd.StdinPipe()
+	must(t, err)
 	must(t, cmd.Start())
-	own := &owner{cmd: cmd}
+	own := &owner{cmd: cmd, stdin: in}
 	err = json.NewDecoder(out).Decode(own)
 	t.Cleanup(func() {
 		own.kill()
