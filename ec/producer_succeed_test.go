@@ -226,11 +226,24 @@ func TestAProducerThatEndsCountsAndLeavesWhatIsUnread(t *testing.T) {
 		save(t, s.cache, "read", 2)
 		s.session("read", "s-1", "1")
 		s.producer.Stop()
+		const most = 3 * time.Second
+		settle := func() time.Duration {
+			ctx, cancel := context.WithTimeout(t.Context(), most)
+			defer cancel()
+			start := time.Now()
+			s.producer.Settle(ctx)
+			return time.Since(start)
+		}
+		if d := settle(); d != most {
+			t.Errorf("a READ was waited for for %v, want %v", d, most)
+		}
 		if n := s.producer.Unread(s.cache); n != 1 || s.producer.Leave(s.cache) {
 			t.Errorf("%d unread, or an agent was left that cannot be", n)
 		}
 		serving.byName["agent-0"].notify(transfer.Notification{Message: wire.Notification("s-1", "read")})
-		s.producer.Settle(t.Context())
+		if d := settle(); d != 0 {
+			t.Errorf("nothing was waited for for %v", d)
+		}
 		if n := s.producer.Unread(s.cache); n != 0 {
 			t.Errorf("%d unread", n)
 		}
