@@ -204,6 +204,45 @@ func TestTheEndOfAConnectionReleasesPinsAndDiscardsReservations(t *testing.T) {
 	})
 }
 
+// Who says bye right behind a request and closes reads neither the reply nor a push. The bye counts all the same.
+func TestAByeCountsThoughItsEngineReadsNoReply(t *testing.T) {
+	n := startNode(t, testConfig(t, 64))
+	c := dial(t, n)
+	put(t, c, "k", 1, 1)
+	for i := range 32 {
+		nc, err := net.Dial("unix", n.Ready().Socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		sock := nc.(*net.UnixConn)
+		if err := reserveByHand(sock, fmt.Sprint("r", i), 1); err != nil {
+			t.Fatal(err)
+		}
+		var frames []byte
+		for _, m := range []api.Message{
+			&api.Request{ID: 2, Ops: []api.Op{{Kind: api.OpStats}}},
+			&api.Request{ID: 3, Ops: []api.Op{{Kind: api.OpList, Ref: 1}, {Kind: api.OpWait, Key: "k", Ref: 2}, {Kind: api.OpMap, Key: "k"}}},
+			&api.Request{ID: 4, Ops: []api.Op{{Kind: api.OpStats}}},
+			&api.Bye{},
+		} {
+			if frames, err = api.AppendFrame(frames, m, api.MaxRequestFrame); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := sock.Write(frames); err != nil {
+			t.Fatal(err)
+		}
+		_ = sock.Close()
+	}
+	eventually(t, "all are gone", func() bool { return len(n.engines.list()) == 1 })
+	if away, left, pinned := n.pools[0].clients.away(); away != 0 || left != 0 || pinned != 0 {
+		t.Errorf("%d clients away, with %d reservations and %d pins; all said bye", away, left, pinned)
+	}
+	if s := n.pools[0].cache.Stats(); s.FreeBlocks != 63 || s.PinnedBlocks != 0 {
+		t.Errorf("%+v; want 63 blocks free and none pinned", s)
+	}
+}
+
 func TestAStepTakesOneRoundTrip(t *testing.T) {
 	n := startNode(t, testConfig(t, 64))
 	c := dial(t, n)

@@ -146,7 +146,10 @@ func (s *session) refuse(r *api.Refused) error {
 func (s *session) serve() error {
 	for {
 		m, err := s.conn.Receive()
+		cut := s.conn.Err()
 		switch {
+		case cut != nil && err != nil && !errors.Is(cut, api.ErrClosed):
+			return cut
 		case errors.Is(err, api.ErrMalformed), errors.Is(err, api.ErrLimit):
 			s.e.counters.malformed.Add(1)
 			_ = s.conn.Send(api.MaxReplyFrame, &api.Refused{Code: api.CodeBadRequest, Message: err.Error()})
@@ -158,7 +161,10 @@ func (s *session) serve() error {
 		}
 		switch m := m.(type) {
 		case *api.Request:
-			if err := s.request(m); err != nil {
+			if cut != nil {
+				continue // nobody hears the answer; but a bye may follow
+			}
+			if err := s.request(m); err != nil && s.conn.Err() == nil {
 				return err
 			}
 		case *api.Bye:

@@ -55,6 +55,7 @@ type Error = api.Error
 
 const (
 	handshakeTimeout = 10 * time.Second // of Dial, where its context has no earlier deadline
+	byeTimeout       = time.Second      // of Close, until a node that has not read for a while has taken the last requests and the bye
 	backlogBytes     = 64 << 20         // requests that may wait for the node to read
 
 	// DefaultWait is Options.Wait where none is given: a node's restart without the verification of a large pool.
@@ -402,7 +403,9 @@ func (c *Client) Close() error {
 		c.cancel()
 		// Best effort: without it the node keeps what was reserved here out of use until this process ends.
 		c.mu.Lock()
-		_ = c.link.conn.Send(api.MaxRequestFrame, &api.Bye{})
+		if c.link.conn.Send(api.MaxRequestFrame, &api.Bye{}) == nil {
+			_ = c.link.conn.Flush(byeTimeout)
+		}
 		c.endLocked(ErrClosed)
 		c.mu.Unlock()
 		c.reader.Wait()

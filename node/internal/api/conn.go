@@ -10,6 +10,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -28,6 +29,9 @@ type Conn struct {
 	buf  []byte // reused: messages do not refer to it
 	part []byte // Take: what has come of a frame that is larger than in's buffer
 	left int    // Take: bytes that part waits for
+	rest int    // bytes that are still read once sending is over
+
+	over atomic.Bool // nothing can be sent any more, see fail
 
 	mu       sync.Mutex
 	held     []byte // goes with the next Send
@@ -41,6 +45,10 @@ const (
 	inBuffer   = 64 << 10
 	keepBuffer = 1 << 20   // bytes of a receive buffer that is kept from frame to frame
 	flushPiece = 256 << 10 // bytes of one write of a backlog, so that WriteStall bounds the wait and not the whole
+
+	// What is still received once nothing can be sent any more. The other end's socket has less than that on the way, if it is closed.
+	restBytes = 16 << 20
+	restTime  = time.Second
 )
 
 // ConnOptions of a Conn.
@@ -56,7 +64,7 @@ func NewConn(sock *net.UnixConn, o ConnOptions) (*Conn, error) {
 	if err != nil {
 		return nil, fmt.Errorf("engine api: %w", err)
 	}
-	c := &Conn{sock: sock, raw: raw, o: o}
+	c := &Conn{sock: sock, raw: raw, o: o, rest: restBytes}
 	c.in = bufio.NewReaderSize(source{c}, inBuffer)
 	return c, nil
 }
@@ -68,6 +76,21 @@ type source struct{ c *Conn }
 var errWouldBlock = errors.New("engine api: nothing to read")
 
 func (s source) Read(b []byte) (n int, err error) {
+	c := s.c
+	if c.rest == 0 {
+		return 0, io.EOF
+	}
+	n, err = s.read(b[:min(len(b), c.rest)])
+	if c.over.Load() {
+		c.rest -= n
+		if errors.Is(err, errWouldBlock) || errors.Is(err, os.ErrDeadlineExceeded) {
+			err = io.EOF
+		}
+	}
+	return n, err
+}
+
+func (s source) read(b []byte) (n int, err error) {
 	c := s.c
 	if !c.poll {
 		return c.sock.Read(b)
@@ -114,7 +137,8 @@ func (c *Conn) Err() error {
 func (c *Conn) SetReceiveDeadline(t time.Time) error { return c.sock.SetReadDeadline(t) }
 
 // Receive waits for the next message. io.EOF: the other end closed between two frames. After ErrMalformed and ErrLimit the
-// stream cannot be followed any more.
+// stream cannot be followed any more. After an error of Send, what the other end had sent until then is still received, 16 MiB and for
+// 1 s at most: its last frame may be among it.
 func (c *Conn) Receive() (Message, error) {
 	var head [4]byte
 	if _, err := io.ReadFull(c.in, head[:]); err != nil {
@@ -222,7 +246,7 @@ func (c *Conn) payload(head [4]byte) (Message, error) {
 
 // Send queues messages and never waits: what the socket takes goes out at once, from the caller's goroutine and together, the rest
 // as the other end reads. ErrLimit: one of them is larger than limit, nothing was sent. ErrBacklog, ErrClosed or the socket's error:
-// the connection is over.
+// the connection is over, but for what Receive still brings. The caller closes it.
 func (c *Conn) Send(limit int, ms ...Message) error {
 	var frame []byte
 	for _, m := range ms {
@@ -293,13 +317,31 @@ func (c *Conn) Room(done <-chan struct{}) error {
 	}
 }
 
-// fail is called with mu held. The receiver learns of it by the closed socket.
+// fail is called with mu held. It ends the sending. The other end may have closed behind a last frame of its own, which the receiver gets
+// before it learns that the connection is over.
 func (c *Conn) fail(err error) error {
 	if c.err == nil {
 		c.err = err
-		_ = c.sock.Close()
+		c.over.Store(true)
+		_ = c.sock.CloseWrite() // who lives, but does not read, learns of it here
+		_ = c.sock.SetReadDeadline(time.Now().Add(restTime))
 	}
 	return c.err
+}
+
+// Flush waits until all that was sent is with the socket, for timeout at most.
+func (c *Conn) Flush(timeout time.Duration) error {
+	c.mu.Lock()
+	flushing, drained := c.flushing, c.drained
+	c.mu.Unlock()
+	if flushing {
+		select {
+		case <-drained:
+		case <-time.After(timeout):
+			return os.ErrDeadlineExceeded
+		}
+	}
+	return c.Err()
 }
 
 // writeNow writes what the socket takes without waiting.

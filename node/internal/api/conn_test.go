@@ -222,6 +222,72 @@ func TestWhoStopsReadingIsDisconnectedAfterTheStall(t *testing.T) {
 	}
 }
 
+// A bye that came right behind a request: the reply to that meets a socket that is closed.
+func TestWhatWasSentBeforeTheEndIsReceivedAfterASendThatFailed(t *testing.T) {
+	for name, receive := range receivers {
+		t.Run(name, func(t *testing.T) {
+			a, b := newPair(t, roomy)
+			if err := b.Send(MaxRequestFrame, &Request{ID: 1}, &Request{ID: 2}, &Bye{}); err != nil {
+				t.Fatal(err)
+			}
+			if m, err := receive(a); err != nil || m.(*Request).ID != 1 {
+				t.Fatalf("%+v, %v", m, err)
+			}
+			if err := b.Close(); err != nil {
+				t.Fatal(err)
+			}
+			if err := a.Send(MaxReplyFrame, &Reply{ID: 1}); !errors.Is(err, unix.EPIPE) || !errors.Is(a.Err(), unix.EPIPE) {
+				t.Fatalf("%v, %v; want EPIPE", err, a.Err())
+			}
+			if m, err := receive(a); err != nil || m.(*Request).ID != 2 {
+				t.Fatalf("%+v, %v", m, err)
+			}
+			if m, err := receive(a); err != nil || *m.(*Bye) != (Bye{}) {
+				t.Fatalf("%+v, %v", m, err)
+			}
+			if m, err := receive(a); !errors.Is(err, io.EOF) {
+				t.Errorf("%+v, %v; want EOF", m, err)
+			}
+		})
+	}
+}
+
+// Who reads nothing any more, but goes on sending, is not listened to for ever.
+func TestNotMuchIsReceivedAfterASendThatFailed(t *testing.T) {
+	sa, sb := socketPair(t)
+	a, err := NewConn(sa, roomy)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := sb.CloseRead(); err != nil {
+		t.Fatal(err)
+	}
+	frame, err := AppendFrame(nil, &Request{ID: 1, Ops: []Op{{Kind: OpFetch, Key: "k", Entry: make([]byte, 60_000)}}}, MaxRequestFrame)
+	if err != nil {
+		t.Fatal(err)
+	}
+	sent := make(chan error)
+	go func() {
+		var err error
+		for err == nil {
+			_, err = sb.Write(frame)
+		}
+		sent <- err
+	}()
+	if err := a.Send(MaxReplyFrame, &Reply{ID: 1}); !errors.Is(err, unix.EPIPE) {
+		t.Fatalf("%v; want EPIPE", err)
+	}
+	got := 0
+	for err = nil; err == nil; got += len(frame) {
+		_, err = a.Receive()
+	}
+	if !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) || got > restBytes+2*len(frame) {
+		t.Errorf("%d bytes, then %v", got, err)
+	}
+	_ = a.Close()
+	<-sent
+}
+
 func TestRoomWaitsUntilTheOtherEndHasRead(t *testing.T) {
 	a, b := newPair(t, ConnOptions{InLimit: MaxReplyFrame, Backlog: 8 << 20})
 	for range 2 {
