@@ -82,10 +82,13 @@ func TestAWarmVLLMReadsWhatANodeGrantedThatWasStopped(t *testing.T) {
 		name        string
 		first, next []string
 		sig         syscall.Signal
+		pinned      bool
 	}{
-		{"cleanly", nil, nil, syscall.SIGTERM},
-		{"cleanly, its region kept", []string{"--keep-region"}, []string{"--keep-region"}, syscall.SIGTERM},
-		{"by a kill, and another size", nil, []string{"--ec-cpu-bytes", "8MiB"}, syscall.SIGKILL},
+		{"cleanly", nil, nil, syscall.SIGTERM, false},
+		{"cleanly, its region kept", []string{"--keep-region"}, []string{"--keep-region"}, syscall.SIGTERM, true},
+		{"by a kill, and another size", nil, []string{"--ec-cpu-bytes", "8MiB"}, syscall.SIGKILL, false},
+		{"by a kill, and the next has another plane", nil, []string{"--planes", "tcp"}, syscall.SIGKILL, true},
+		{"by a kill, and the next has its agents in its process", nil, []string{"--nixl-in-process"}, syscall.SIGKILL, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			vllm := launchConsumer(t)
@@ -104,6 +107,9 @@ func TestAWarmVLLMReadsWhatANodeGrantedThatWasStopped(t *testing.T) {
 			_ = n.client.Close()
 			n.stop(c.sig)
 			n = n.again(append([]string{"--timeouts-adopt", "30s"}, c.next...)...)
+			if i, err := n.client.Lookup(t.Context(), key(1)); err != nil || c.pinned && (i[0].State != ec.Ready || i[0].Pins != 1) {
+				t.Errorf("%+v, %v: want what the node before had granted pinned", i, err)
+			}
 			gate.release()
 			vllm.wantPulled(late)
 			vllm.alive()
@@ -113,4 +119,41 @@ func TestAWarmVLLMReadsWhatANodeGrantedThatWasStopped(t *testing.T) {
 			n.stopClean()
 		})
 	}
+}
+
+// A clean end waits for READs. A second signal ends that wait, and the agent goes on as after a kill.
+func TestASecondSignalEndsTheWaitForREADs(t *testing.T) {
+	vllm := launchConsumer(t)
+	n := startNode(t, "--timeouts-adopt", "30s")
+	gate := newGate(t, n.address())
+	warm, late := entries(0, 1, 64*kib), entries(1, 1, 512*kib)
+	n.put(warm)
+	vllm.ready()
+	vllm.pullAll(gate.address(), warm)
+	n.put(late)
+	gate.hold()
+	gate.hide()
+	vllm.ask(gate.address(), late)
+	eventually(t, "the ack to be held back", func() bool { return gate.held() > 0 })
+	agent := n.agentOf("serve")
+	_ = n.client.Close()
+	n.signal(syscall.SIGTERM)
+	eventually(t, "the end", func() bool { // signals that follow the first at once count as one with it
+		if n.over() {
+			return true
+		}
+		_ = n.cmd.Process.Signal(syscall.SIGTERM)
+		return false
+	})
+	if status := n.cmd.ProcessState.ExitCode(); status != 128+int(syscall.SIGTERM) {
+		t.Errorf("exit status %d, want that of a signal", status)
+	}
+	gate.release()
+	vllm.wantPulled(late)
+	vllm.alive()
+	gate.cut()
+	n = n.again()
+	n.stopClean()
+	_ = syscall.Kill(agent, syscall.SIGKILL)
+	n.wantGone(agent)
 }
