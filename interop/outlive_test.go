@@ -152,8 +152,10 @@ func TestASecondSignalEndsTheWaitForREADs(t *testing.T) {
 	vllm.wantPulled(late)
 	vllm.alive()
 	gate.cut()
-	n = n.again()
-	n.stopClean()
-	_ = syscall.Kill(agent, syscall.SIGKILL)
+	n = n.again("--timeouts-adopt", "30s")
+	_ = syscall.Kill(agent, syscall.SIGKILL) // else the next node leaves it, and its own, in turn
 	n.wantGone(agent)
+	last := n.agentOf("serve")
+	n.stopClean()
+	n.wantGone(last)
 }
