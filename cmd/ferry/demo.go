@@ -25,7 +25,7 @@ Nothing is left behind: no process, no file, no shared memory.`,
 			if err != nil {
 				return err
 			}
-			o.Ferry, o.Log, o.Stderr = exe, a.log, a.stderr
+			o.Ferry, o.Log, o.Stderr = exe, a.log, a.lines
 			ctx, cancel := a.interruptible(cmd.Context())
 			defer cancel()
 			report, err := demo.Run(ctx, o)

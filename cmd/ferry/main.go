@@ -2,6 +2,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -14,6 +15,8 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+
+	"github.com/tensorferry/tensorferry/internal/logqueue"
 )
 
 // Exit statuses. A command that a signal ended early exits with 128 + the signal's number.
@@ -41,19 +44,28 @@ func usage(format string, args ...any) error { return usageError{fmt.Errorf(form
 type app struct {
 	stdin  io.Reader
 	stdout io.Writer
-	stderr io.Writer
+	stderr io.Writer        // only what need not come: it may not be read any more
+	lines  *logqueue.Writer // before stderr
 	log    *slog.Logger
 	level  string
 	format string
 }
 
+// How long the end of a command waits for stderr to be read.
+const (
+	flushTimeout     = time.Second
+	flushTimeoutHard = 100 * time.Millisecond // of an end at once
+)
+
 func run(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	a := &app{stdin: stdin, stdout: stdout, stderr: stderr, log: slog.New(slog.DiscardHandler)}
+	a.lines = logqueue.New(stderr, a.dropped)
+	defer a.lines.Flush(flushTimeout)
 	root := a.root()
 	root.SetArgs(args)
 	root.SetIn(stdin)
 	root.SetOut(stdout)
-	root.SetErr(stderr)
+	root.SetErr(a.lines)
 	cmd, err := root.ExecuteC()
 	switch {
 	case err == nil:
@@ -61,9 +73,9 @@ func run(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	case errors.Is(err, errReported):
 		return exitFailed
 	}
-	fmt.Fprintf(stderr, "%s: %v\n", cmd.CommandPath(), err)
+	fmt.Fprintf(a.lines, "%s: %v\n", cmd.CommandPath(), err)
 	if errors.As(err, &usageError{}) {
-		fmt.Fprintf(stderr, "Run '%s --help' for its flags.\n", cmd.CommandPath())
+		fmt.Fprintf(a.lines, "Run '%s --help' for its flags.\n", cmd.CommandPath())
 		return exitUsage
 	}
 	return exitFailed
@@ -110,16 +122,27 @@ func (a *app) openLog() error {
 	if err := level.UnmarshalText([]byte(a.level)); err != nil {
 		return usage("--log-level %q: want debug, info, warn or error", a.level)
 	}
-	o := &slog.HandlerOptions{Level: level}
-	switch a.format {
-	case "text":
-		a.log = slog.New(slog.NewTextHandler(a.stderr, o))
-	case "json":
-		a.log = slog.New(slog.NewJSONHandler(a.stderr, o))
-	default:
+	if a.format != "text" && a.format != "json" {
 		return usage("--log-format %q: want text or json", a.format)
 	}
+	a.log = slog.New(a.handler(a.lines, level))
+	slog.SetDefault(a.log) // and what libraries log never waits for stderr either
 	return nil
+}
+
+func (a *app) handler(w io.Writer, level slog.Level) slog.Handler {
+	o := &slog.HandlerOptions{Level: level}
+	if a.format == "json" {
+		return slog.NewJSONHandler(w, o)
+	}
+	return slog.NewTextHandler(w, o)
+}
+
+// dropped is the line for so many that are not in the log.
+func (a *app) dropped(lines int) []byte {
+	var b bytes.Buffer
+	slog.New(a.handler(&b, slog.LevelWarn)).Warn("lines of the log were dropped: stderr was not read", "count", lines)
+	return b.Bytes()
 }
 
 // args checks the number of arguments; most < 0 is any number.
@@ -145,7 +168,8 @@ const sameSignal = 250 * time.Millisecond
 
 // interruptible is canceled by the first SIGINT, SIGTERM or SIGHUP, so that the command ends cleanly. The second ends the process at
 // once. A SIGHUP that is ignored, as under nohup, stays ignored.
-// A reader of stdout that has gone is an error of the write, not the death of the process, which would leave shared memory behind.
+// A reader of stdout or stderr that has gone is an error of the write until the process ends, not its death, which would leave shared
+// memory behind. The end of the context waits for what a signal has to say.
 func (a *app) interruptible(parent context.Context) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancel(parent)
 	signals := make(chan os.Signal, 2)
@@ -155,8 +179,9 @@ func (a *app) interruptible(parent context.Context) (context.Context, context.Ca
 	}
 	pipe := make(chan os.Signal, 1)
 	signal.Notify(pipe, syscall.SIGPIPE) // nobody receives: that it is caught is enough
-	done := make(chan struct{})
+	done, ended := make(chan struct{}), make(chan struct{})
 	go func() {
+		defer close(ended)
 		var first time.Time
 		for {
 			select {
@@ -164,10 +189,11 @@ func (a *app) interruptible(parent context.Context) (context.Context, context.Ca
 				switch {
 				case first.IsZero():
 					first = time.Now()
-					a.log.Info("ending", "signal", s.String())
 					cancel()
+					a.log.Info("ending", "signal", s.String())
 				case time.Since(first) > sameSignal:
 					a.log.Warn("second signal: ending at once", "signal", s.String())
+					a.lines.Flush(flushTimeoutHard)
 					os.Exit(128 + int(s.(syscall.Signal)))
 				}
 			case <-done:
@@ -177,8 +203,8 @@ func (a *app) interruptible(parent context.Context) (context.Context, context.Ca
 	}()
 	return ctx, func() {
 		signal.Stop(signals)
-		signal.Stop(pipe)
 		close(done)
+		<-ended
 		cancel()
 	}
 }
