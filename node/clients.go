@@ -62,6 +62,7 @@ type knownClient struct {
 	account *account
 	adopted bool                // known from the node before, and not accounted for yet
 	left    map[uint64]reserved // by generation: what it may still write, and no session has
+	pins    map[uint64]*ec.Pin  // by generation, one an entry: what it may still read, and no session has
 	back    chan struct{}       // closed when it is not away any more; nil: it is connected
 }
 
@@ -78,7 +79,7 @@ func newClients(r *region.Region, a *ec.Adopted, limit int, log *slog.Logger) *c
 			c.table.Clear(row)
 			c.free = append(c.free, row)
 		default:
-			cl := &knownClient{id: rc.ID, row: row, region: rc, adopted: true, left: map[uint64]reserved{}, back: make(chan struct{})}
+			cl := &knownClient{id: rc.ID, row: row, region: rc, adopted: true, left: map[uint64]reserved{}, pins: map[uint64]*ec.Pin{}, back: make(chan struct{})}
 			c.byID[rc.ID] = cl
 			c.enlist(cl)
 		}
@@ -216,15 +217,24 @@ func (c *clients) drop(cl *knownClient, why string) {
 		res.Quarantine().Settle()
 		cl.account.blocks -= res.blocks
 	}
-	if len(cl.left) > 0 {
-		c.log.Info("blocks of an engine are free again", "client", cl.id, "reservations", len(cl.left), "because", why)
+	if len(cl.left)+len(cl.pins) > 0 {
+		c.log.Info("blocks of an engine are free again", "client", cl.id, "reservations", len(cl.left), "pins", len(cl.pins), "because", why)
 	}
+	cl.unpin()
 	c.table.Clear(cl.row)
 	c.free = append(c.free, cl.row)
 	delete(c.byID, cl.id)
 	c.delist(cl)
 	c.arrived(cl)
 	c.account(cl)
+}
+
+// unpin lets go of what the client had pinned before. Called with the lock held.
+func (cl *knownClient) unpin() {
+	for _, p := range cl.pins {
+		p.Release()
+	}
+	clear(cl.pins)
 }
 
 // arrived ends the watch of a client that is away. Called with the lock held.
@@ -315,7 +325,7 @@ func (c *clients) add(s *session, rc region.Client) (*knownClient, []byte, error
 		_, _ = rand.Read(token) // never fails
 		rc.ID = idOf(token)
 	}
-	cl := &knownClient{id: rc.ID, region: rc, session: s, left: map[uint64]reserved{}}
+	cl := &knownClient{id: rc.ID, region: rc, session: s, left: map[uint64]reserved{}, pins: map[uint64]*ec.Pin{}}
 	if err := c.place(cl); err != nil {
 		return nil, nil, err
 	}
@@ -370,12 +380,13 @@ func (c *clients) restated(cl *knownClient) {
 		cl.account.blocks -= res.blocks
 		delete(cl.left, gen)
 	}
+	cl.unpin()
 	c.account(cl)
 }
 
-// leave ends a client's session. What it may still write stays with the client, whose process is watched; bye says that there is
+// leave ends a client's session. What it may still write or read stays with the client, whose process is watched; bye says that there is
 // nothing.
-func (c *clients) leave(cl *knownClient, left []reserved, bye bool, process *os.File, exit <-chan struct{}) {
+func (c *clients) leave(cl *knownClient, left []reserved, pins []*ec.Pin, bye bool, process *os.File, exit <-chan struct{}) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	cl.session = nil
@@ -383,7 +394,14 @@ func (c *clients) leave(cl *knownClient, left []reserved, bye bool, process *os.
 		res.Quarantine() // the key is free for others at once
 		cl.left[res.Info().Gen] = res
 	}
-	if bye || len(cl.left) == 0 && !cl.adopted {
+	for _, p := range pins {
+		if gen := p.Info().Gen; cl.pins[gen] == nil {
+			cl.pins[gen] = p
+		} else {
+			p.Release() // however often it is pinned, once is enough
+		}
+	}
+	if bye || len(cl.left)+len(cl.pins) == 0 && !cl.adopted {
 		c.drop(cl, "it said bye")
 		_ = process.Close()
 		return
@@ -392,17 +410,19 @@ func (c *clients) leave(cl *knownClient, left []reserved, bye bool, process *os.
 	c.await(cl, cl.back, process, exit)
 }
 
-// away counts the clients that are not connected, what they may still write, and what is pinned for them.
+// away counts the clients that are not connected, what clients may still write of what they left, and what is pinned for them.
 func (c *clients) away() (clients, reservations, pinned int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	pinned = len(c.pinned)
 	for _, cl := range c.byID {
 		if cl.session == nil {
 			clients++
 		}
 		reservations += len(cl.left)
+		pinned += len(cl.pins)
 	}
-	return clients, reservations, len(c.pinned)
+	return clients, reservations, pinned
 }
 
 // close ends the watches. The region keeps the rows.

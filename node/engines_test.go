@@ -36,39 +36,56 @@ func byHand(t testing.TB, n *Node) (*net.UnixConn, *api.Conn) {
 }
 
 func greetByHand(sock *net.UnixConn) (*api.Conn, error) {
+	conn, _, err := greetWithToken(sock, nil)
+	return conn, err
+}
+
+func greetWithToken(sock *net.UnixConn, token []byte) (*api.Conn, *api.Welcome, error) {
 	conn, err := api.NewConn(sock, api.ConnOptions{InLimit: api.MaxReplyFrame, Backlog: 1 << 30})
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	if err := conn.Send(api.MaxRequestFrame, &api.Hello{Version: 1, MinVersion: 1}); err != nil {
-		return nil, err
+	if err := conn.Send(api.MaxRequestFrame, &api.Hello{Version: 1, MinVersion: 1, Token: token}); err != nil {
+		return nil, nil, err
 	}
 	m, f, err := conn.ReceiveWithFile()
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	_ = f.Close()
-	if _, ok := m.(*api.Welcome); !ok {
-		return nil, fmt.Errorf("%+v", m)
+	w, ok := m.(*api.Welcome)
+	if !ok {
+		return nil, nil, fmt.Errorf("%+v", m)
 	}
-	return conn, nil
+	return conn, w, nil
 }
 
 func reserveByHand(sock *net.UnixConn, key string, rows int) error {
+	return askByHand(sock, reserveOp(key, rows))
+}
+
+func reserveOp(key string, rows int) api.Op {
+	s := spec(rows)
+	return api.Op{Kind: api.OpReserve, Key: key, Dtype: s.Dtype, Shape: s.Shape, Bytes: s.Bytes}
+}
+
+// askByHand greets, and has operations carried out that must all succeed.
+func askByHand(sock *net.UnixConn, ops ...api.Op) error {
 	conn, err := greetByHand(sock)
 	if err != nil {
 		return err
 	}
-	s := spec(rows)
-	if err := conn.Send(api.MaxRequestFrame, &api.Request{ID: 1, Ops: []api.Op{{Kind: api.OpReserve, Key: key, Dtype: s.Dtype, Shape: s.Shape, Bytes: s.Bytes}}}); err != nil {
+	if err := conn.Send(api.MaxRequestFrame, &api.Request{ID: 1, Ops: ops}); err != nil {
 		return err
 	}
 	m, err := conn.Receive()
 	if err != nil {
 		return err
 	}
-	if r := m.(*api.Reply).Results[0]; r.Code != api.CodeOK {
-		return fmt.Errorf("reserve: %s %s", r.Code, r.Message)
+	for i, r := range m.(*api.Reply).Results {
+		if r.Code != api.CodeOK {
+			return fmt.Errorf("%v: %s %s", ops[i].Kind, r.Code, r.Message)
+		}
 	}
 	return nil
 }
@@ -381,6 +398,71 @@ func TestAnEngineThatDoesNotReadIsDisconnected(t *testing.T) {
 	}
 	eventually(t, "it is disconnected", func() bool { return n.engines.counters.slow.Load() == 1 })
 	put(t, good, "k", 1, 1) // others are served all the while
+}
+
+// An engine that does not read its socket may read the pool all the same: its device does.
+func TestAnEngineThatIsDisconnectedKeepsItsPinsUntilItComesAgain(t *testing.T) {
+	n := startNode(t, testConfig(t, 8))
+	good := dial(t, n)
+	put(t, good, "k", 4, 1)
+	connect := func(token []byte) (*net.UnixConn, *api.Conn, *api.Welcome) {
+		nc, err := net.Dial("unix", n.Ready().Socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = nc.Close() })
+		conn, w, err := greetWithToken(nc.(*net.UnixConn), token)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return nc.(*net.UnixConn), conn, w
+	}
+	sock, conn, w := connect(nil)
+	gen := ask(t, conn, 1, api.Op{Kind: api.OpMap, Key: "k"})[0].Info.Gen
+	ops := make([]api.Op, api.MaxOps)
+	for i := range ops {
+		ops[i] = api.Op{Kind: api.OpLookup, Key: "k"}
+	}
+	frame, err := api.AppendFrame(nil, &api.Request{Ops: ops}, api.MaxRequestFrame)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for err == nil {
+		_, err = sock.Write(frame)
+	}
+	stays := func(when string) {
+		t.Helper()
+		if err := good.Remove(testContext(t), "k"); !errors.Is(err, ec.ErrPinned) {
+			t.Fatalf("%s: %v; want ErrPinned", when, err)
+		}
+		if _, err := good.Reserve(testContext(t), "new", spec(5)); !errors.Is(err, ec.ErrFull) {
+			t.Fatalf("%s: %v; want ErrFull", when, err)
+		}
+		checkBytes(t, good, "k", 4, 1)
+	}
+	clients := n.pools[0].clients
+	eventually(t, "it is away", func() bool {
+		away, _, pinned := clients.away()
+		return away == 1 && pinned == 1
+	})
+	stays("it is away")
+	_, conn, again := connect(w.Token)
+	if !bytes.Equal(again.Token, w.Token) {
+		t.Fatal("the node does not know it any more")
+	}
+	stays("it has not restated anything")
+	results := ask(t, conn, 1, api.Op{Kind: api.OpRepin, Key: "k", Gen: gen}, api.Op{Kind: api.OpRestated})
+	if results[0].Code != api.CodeOK || results[1].Code != api.CodeOK {
+		t.Fatalf("%+v", results)
+	}
+	if _, _, pinned := clients.away(); pinned != 0 {
+		t.Errorf("%d pins are kept beside what it restated", pinned)
+	}
+	stays("it has it again")
+	if r := ask(t, conn, 2, api.Op{Kind: api.OpRelease, Handle: results[0].Handle}); r[0].Code != api.CodeOK {
+		t.Fatalf("%+v", r)
+	}
+	put(t, good, "new", 8, 2)
 }
 
 func TestFramesThatMakeNoSenseEndTheConnectionAndNothingElse(t *testing.T) {

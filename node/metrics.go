@@ -106,7 +106,7 @@ var (
 	mEngines    = gauge("engines", "Engines connected.")
 	mAway       = gauge("engines_away", "Engines that lost their connection and live: what they may use of the pool is kept for them.", "pool")
 	mAwayRes    = gauge("engines_away_reservations", "Reservations that are kept for them.", "pool")
-	mAwayPins   = gauge("engines_away_pinned", "Entries that engines of a node that died had pinned, while any of these is away.", "pool")
+	mAwayPins   = gauge("engines_away_pinned", "Pins that are kept for them, and what engines of a node that died had pinned while any of these is away.", "pool")
 	mShareMost  = gauge("engine_reserved_bytes", "Bytes that the process of engines with the most has reserved, or left and may still write.", "pool")
 	mShareOver  = counter("engine_share_refused_total", "Reservations refused because the engine's process had its share of the pool.", "pool")
 	mEngineConn = counter("engine_connections_total", "Connections of engines by what became of them.", "result")

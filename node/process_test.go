@@ -20,6 +20,7 @@ import (
 	"github.com/tensorferry/tensorferry/ec"
 	"github.com/tensorferry/tensorferry/nixl"
 	"github.com/tensorferry/tensorferry/node/client"
+	"github.com/tensorferry/tensorferry/node/internal/api"
 )
 
 // roleEnv makes the test binary an engine in a process of its own; socketEnv says whose.
@@ -80,6 +81,18 @@ func engineProcess(role, socket string) error {
 		}
 		_ = nc.Close()
 		fmt.Println("lost")
+	case "leave": // lose three connections with a reservation and a pin each, stay alive, and go on using them
+		for i := range 3 {
+			nc, err := net.Dial("unix", socket)
+			if err != nil {
+				return err
+			}
+			if err := askByHand(nc.(*net.UnixConn), reserveOp(fmt.Sprint("r", i), 1), api.Op{Kind: api.OpMap, Key: "k"}, api.Op{Kind: api.OpMap, Key: "k"}); err != nil {
+				return err
+			}
+			_ = nc.Close()
+		}
+		fmt.Println("left")
 	case "worker": // map, and say what is there
 		if err := c.WaitReady(ctx, "k"); err != nil {
 			return err
@@ -244,6 +257,30 @@ func TestWhatALiveProcessMayStillWriteIsNotReused(t *testing.T) {
 	p.kill(t)
 	eventually(t, "they are free once it is dead", func() bool { return stats().FreeBlocks == 4 })
 	put(t, c, "k", 4, 1)
+}
+
+func TestWhatALiveProcessMayStillReadIsNotReused(t *testing.T) {
+	n := startNode(t, testConfig(t, 8))
+	c := dial(t, n)
+	put(t, c, "k", 4, 1)
+	p := startEngine(t, n, "leave", nil)
+	p.says(t)
+	clients := n.pools[0].clients
+	away := func() [3]int {
+		engines, left, pinned := clients.away()
+		return [3]int{engines, left, pinned}
+	}
+	eventually(t, "three clients are away, with a reservation each and the entry pinned", func() bool { return away() == [3]int{3, 3, 3} })
+	if err := c.Remove(testContext(t), "k"); !errors.Is(err, ec.ErrPinned) {
+		t.Errorf("its process lives: %v; want ErrPinned", err)
+	}
+	if _, err := c.Reserve(testContext(t), "new", spec(2)); !errors.Is(err, ec.ErrFull) {
+		t.Errorf("4 blocks are read, 3 may be written: %v; want ErrFull", err)
+	}
+	checkBytes(t, c, "k", 4, 1)
+	p.kill(t)
+	eventually(t, "nothing is kept once it is dead", func() bool { return away() == [3]int{} })
+	put(t, c, "new", 8, 2)
 }
 
 func TestAChildThatInheritedTheSocketDoesNotKeepADeadEngine(t *testing.T) {

@@ -19,13 +19,14 @@ import (
 	"github.com/tensorferry/tensorferry/node/internal/api"
 )
 
-// session is one engine's connection. Everything an engine has of the pool belongs to its session and ends with it, exactly once,
-// in finish: pins are released, fetches and waits canceled, and reservations given up.
+// session is one engine's connection. Everything an engine has of the pool belongs to its session. When that ends, finish cancels fetches
+// and waits, and gives the rest to the engine's client, exactly once.
 //
-// An engine may be in the middle of writing what it reserved. So the blocks of a reservation that a connection leaves behind are
-// quarantined until the process is dead (its pidfd says so: not the socket, which a thread or a device may outlive by a moment),
-// the engine has come back on another connection and said what it still has, or it has said bye, which it does after it unmapped
-// the pool (see clients). The key is free for others at once.
+// An engine may be in the middle of writing what it reserved, or of reading what it pinned, also one that was disconnected because it
+// does not read its socket. So the blocks of a reservation that a connection leaves behind are quarantined, and its pins stay, until the
+// process is dead (its pidfd says so: not the socket, which a thread or a device may outlive by a moment), the engine has come back on
+// another connection and said what it still has, or it has said bye, which it does after it unmapped the pool (see clients). The key of
+// a reservation is free for others at once.
 type session struct {
 	e    *engines
 	id   uint64
@@ -65,7 +66,7 @@ func (s *session) run() {
 		s.e.refusals.Info(s.log, "engine refused", "pid", s.peer.PID, "uid", s.peer.UID, "error", err)
 		switch {
 		case s.client != nil:
-			s.pool.clients.leave(s.client, nil, false, s.peer.Process, s.watch())
+			s.pool.clients.leave(s.client, nil, nil, false, s.peer.Process, s.watch())
 		case s.peer.Process != nil:
 			_ = s.peer.Process.Close()
 		}
@@ -216,13 +217,10 @@ func (s *session) finish(cause error, dead <-chan struct{}) {
 		_ = s.peer.Process.Close() // ends the watch
 		return
 	}
-	for _, p := range s.pins {
-		p.Release()
-	}
-	left := slices.Collect(maps.Values(s.reservations))
+	left, pins := slices.Collect(maps.Values(s.reservations)), slices.Collect(maps.Values(s.pins))
 	if !s.bye {
 		s.e.counters.quarantined.Add(uint64(len(left)))
 	}
 	s.e.departures.Info(log, "engine gone", "error", cause)
-	s.pool.clients.leave(s.client, left, s.bye, s.peer.Process, dead)
+	s.pool.clients.leave(s.client, left, pins, s.bye, s.peer.Process, dead)
 }
