@@ -10,8 +10,9 @@ import (
 )
 
 // ucxEnd is a line by which UCX says that it ends its process, before it calls abort. Seen: "ucp_request.inl:319 Fatal: unexpected error:
-// Endpoint timeout" and "stubs.c:107 Assertion `0' failed".
-var ucxEnd = regexp.MustCompile(`\[\S+:\d+:\d+:\d+\]\s+\w+\.(c|h|inl):\d+\s+(Fatal: |Assertion ).*`)
+// Endpoint timeout" and "stubs.c:107 Assertion `0' failed". A pid is padded
+// to five characters.
+var ucxEnd = regexp.MustCompile(`\[\S+:\d+ *:\d+:\d+ *\]\s+\w+\.(c|h|inl):\d+\s+(Fatal: |Assertion ).*`)
 
 // crash is what Python's faulthandler prints when native code ends its process.
 var crash = regexp.MustCompile(`(?m)^Fatal Python error: (Segmentation fault|Bus error|Aborted)$`)

@@ -21,6 +21,7 @@ func TestOnlyUCXsOwnWordsAreAnExcuse(t *testing.T) {
 		ended, crashed bool
 	}{
 		{"[1733022934.123456] [host-1:4711:0:4713] ucp_request.inl:319  Fatal: unexpected error: Endpoint timeout", true, true},
+		{"[vm:6034 :0:6215] ucp_request.inl:319  Fatal: unexpected error: Endpoint timeout", true, true}, // a pid is five characters wide
 		{`level=WARN msg="nixl: agent process" pid=7 says="[1733022934.1] [h:7:0:7]   stubs.c:107  Assertion ` + "`0'" + ` failed"`, true, true},
 		{"Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f (most recent call first):\n  File \"nixl/_api.py\"", false, true},
 		{"Traceback (most recent call last):\nRuntimeError: Fatal Python error: Segmentation fault was said before", false, false},
