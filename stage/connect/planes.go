@@ -82,7 +82,7 @@ func Planes(ctx context.Context, o Options) (_ []transfer.Plane, err error) {
 		case err == nil:
 			planes = append(planes, p)
 		case o.Planes == nil && errors.Is(err, nixl.ErrMissing):
-			o.Log.Info("the nixl plane is left out: there is no other to and from peers that are not ours", "reason", err)
+			o.Log.Debug("the nixl plane is left out: there is no other to and from peers that are not ours", "reason", err)
 		default:
 			return nil, fmt.Errorf("the %s plane: %w", name, err)
 		}
