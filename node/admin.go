@@ -10,10 +10,10 @@ import (
 	"net/http"
 	"net/netip"
 	"reflect"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -27,12 +27,13 @@ import (
 type adminServer struct {
 	addr     string // HOST:PORT as bound
 	listener net.Listener
-	taken    atomic.Int64  // places
 	srv      *http.Server  // nil before serve
 	done     chan struct{} // closed when it serves no more
 
-	mu  sync.Mutex
-	err error // why it ended by itself
+	mu      sync.Mutex
+	taken   map[net.Conn]struct{} // places
+	waiting []net.Conn            // of these: those without a request, the longest first
+	err     error                 // why it ended by itself
 }
 
 // listenAdmin takes the port. Who connects waits for serve.
@@ -42,7 +43,7 @@ func listenAdmin(ctx context.Context, s *settings) (*adminServer, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &adminServer{addr: l.Addr().String(), listener: l, done: make(chan struct{})}, nil
+	return &adminServer{addr: l.Addr().String(), listener: l, done: make(chan struct{}), taken: make(map[net.Conn]struct{})}, nil
 }
 
 // unbind gives the port up, whether it is served or not.
@@ -56,16 +57,41 @@ func (a *adminServer) unbind() error {
 // adminPlaces is how many connections the admin endpoint has at a time: each takes a descriptor, and anybody on the machine may connect.
 const adminPlaces = 64
 
-// count closes a connection that finds no place. Those that ask nothing lose theirs after ReadHeaderTimeout.
+// count gives places: a new connection without one takes that of the connection that has waited for a request for the longest (one
+// that is not read whole is none), so that probes are answered whoever keeps connections open, and is closed if all are being answered.
 func (a *adminServer) count(c net.Conn, state http.ConnState) {
+	if evicted := a.place(c, state); evicted != nil {
+		_ = evicted.Close()
+	}
+}
+
+// place is what count does but for the closing.
+func (a *adminServer) place(c net.Conn, state http.ConnState) (evicted net.Conn) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if i := slices.Index(a.waiting, c); i >= 0 {
+		a.waiting = slices.Delete(a.waiting, i, i+1)
+	}
 	switch state {
 	case http.StateNew:
-		if a.taken.Add(1) > adminPlaces {
-			_ = c.Close()
+		if len(a.taken) == adminPlaces {
+			if len(a.waiting) == 0 {
+				return c
+			}
+			evicted = a.waiting[0]
+			a.waiting = slices.Delete(a.waiting, 0, 1)
+			delete(a.taken, evicted)
+		}
+		a.taken[c] = struct{}{}
+		a.waiting = append(a.waiting, c)
+	case http.StateIdle:
+		if _, ok := a.taken[c]; ok { // else it is being closed
+			a.waiting = append(a.waiting, c)
 		}
 	case http.StateClosed, http.StateHijacked:
-		a.taken.Add(-1)
+		delete(a.taken, c)
 	}
+	return evicted
 }
 
 // serve answers from now on, of a node all of which is up: handlers read its fields without a lock.

@@ -1,6 +1,7 @@
 package node
 
 import (
+	"bufio"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -261,8 +262,113 @@ func TestTheAdminEndpointHasSoManyPlaces(t *testing.T) {
 	for range adminPlaces {
 		<-closed
 	}
-	eventually(t, "places again", func() bool { return n.admin.taken.Load() == 0 })
+	eventually(t, "places again", func() bool { taken, _ := n.admin.places(); return taken == 0 })
 	if status, text := get(t, n, "/healthz", "localhost"); status != http.StatusOK {
 		t.Errorf("%d %s", status, text)
+	}
+}
+
+// places are how many connections have one, and how many of these ask nothing.
+func (a *adminServer) places() (taken, waiting int) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return len(a.taken), len(a.waiting)
+}
+
+// Connections that are kept for a next request made every probe fail, for as long as they were used once a minute.
+func TestKeptConnectionsToTheAdminEndpointGiveWayToProbes(t *testing.T) {
+	n := startNode(t, testConfig(t, 4))
+	ask := func(c net.Conn, text string) {
+		t.Helper()
+		if err := c.SetDeadline(time.Now().Add(20 * time.Second)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.WriteString(c, text); err != nil {
+			t.Fatal(err)
+		}
+	}
+	answered := func(c net.Conn) bool {
+		r, err := http.ReadResponse(bufio.NewReader(c), nil)
+		if err != nil {
+			return false
+		}
+		_, err = io.Copy(io.Discard, r.Body)
+		return err == nil && r.StatusCode == http.StatusOK
+	}
+	const request = "GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+	kept := make([]net.Conn, adminPlaces)
+	for i := range kept {
+		c, err := net.Dial("tcp", n.Ready().Admin)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		kept[i] = c
+		ask(c, request)
+		if !answered(c) {
+			t.Fatalf("connection %d is not answered", i)
+		}
+		eventually(t, "it is kept", func() bool { _, waiting := n.admin.places(); return waiting == i+1 })
+	}
+	probe := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	for range 20 {
+		for _, path := range []string{"/healthz", "/readyz"} {
+			r, err := probe.Get("http://" + n.Ready().Admin + path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			_ = r.Body.Close()
+			if r.StatusCode != http.StatusOK {
+				t.Errorf("%s: %d", path, r.StatusCode)
+			}
+		}
+	}
+	ask(kept[adminPlaces-1], request)
+	if !answered(kept[adminPlaces-1]) {
+		t.Error("the connection that was used last lost its place")
+	}
+	if _, err := kept[0].Read(make([]byte, 1)); err != io.EOF {
+		t.Errorf("%v; want the end of the connection that was used first", err)
+	}
+}
+
+func TestAnAdminConnectionThatIsBeingAnsweredKeepsItsPlace(t *testing.T) {
+	a := adminServer{taken: make(map[net.Conn]struct{})}
+	conns := make([]net.Conn, adminPlaces+3)
+	for i := range conns {
+		c, other := net.Pipe()
+		defer c.Close()
+		defer other.Close()
+		conns[i] = c
+	}
+	for _, step := range []struct {
+		conn    int
+		state   http.ConnState
+		evicted int // -1: none
+		waiting int
+	}{
+		{adminPlaces, http.StateNew, adminPlaces, 0}, // all are being answered
+		{adminPlaces, http.StateClosed, -1, 0},
+		{5, http.StateIdle, -1, 1},
+		{3, http.StateIdle, -1, 2},
+		{5, http.StateActive, -1, 1},
+		{5, http.StateIdle, -1, 2},
+		{adminPlaces + 1, http.StateNew, 3, 2}, // it waited for longer than 5
+		{3, http.StateIdle, -1, 2},             // its request came just then
+		{3, http.StateClosed, -1, 2},
+		{adminPlaces + 1, http.StateActive, -1, 1},
+		{adminPlaces + 2, http.StateNew, 5, 1},
+	} {
+		if len(a.taken) == 0 {
+			for _, c := range conns[:adminPlaces] {
+				if a.place(c, http.StateNew) != nil || a.place(c, http.StateActive) != nil {
+					t.Fatal("no place")
+				}
+			}
+		}
+		evicted := slices.Index(conns, a.place(conns[step.conn], step.state))
+		if taken, waiting := a.places(); evicted != step.evicted || taken != adminPlaces || waiting != step.waiting {
+			t.Errorf("%+v: evicted %d, %d taken, %d waiting", step, evicted, taken, waiting)
+		}
 	}
 }
