@@ -43,6 +43,7 @@ type flight struct {
 	result  Result
 
 	state   state
+	entered time.Time // the state
 	res     *Reservation
 	peer    *peer
 	timer   *time.Timer // of the state
@@ -134,7 +135,7 @@ func (f *flight) run() {
 
 // enter does what a state begins with. It returns an event if one follows at once.
 func (f *flight) enter(s state) event {
-	f.state = s
+	f.state, f.entered = s, time.Now()
 	f.timer.Stop()
 	f.renewal.Stop()
 	f.local, f.moved = nil, nil
@@ -347,7 +348,7 @@ func (f *flight) timedOut() event {
 		f.err = fmt.Errorf("%w: no ack for %q from %s", ErrTimeout, f.want.key, f.want.addr)
 	case connecting:
 		_, _, down, _ := f.peer.connState()
-		f.err = fmt.Errorf("%w: %s not connected within %v: %w", ErrUnreachable, f.want.addr, f.c.t.Connect, orElse(down, ErrTimeout))
+		f.err = fmt.Errorf("%w: %s not connected within %v: %w", ErrUnreachable, f.want.addr, time.Since(f.entered).Round(time.Millisecond), orElse(down, ErrTimeout))
 	case reading:
 		f.err = fmt.Errorf("%w: READ of %q from %s took over %v", ErrTimeout, f.want.key, f.want.addr, f.c.t.Read)
 	case opening:

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -184,4 +185,20 @@ func TestAPlainDescriptorThatIsWrongCostsNoMemory(t *testing.T) {
 	if want := []uint64{1 << 40, 1<<40 + testBlock, 1<<40 + 2*testBlock}; err != nil || !slices.Equal(addrs, want) {
 		t.Errorf("%x, %v", addrs, err)
 	}
+}
+
+func TestAPlainGrantWithoutAPlaneForItNamesTheOneThatIsMissing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, pairOptions{})
+		p.host.listen(newAnswers(p.host, func(r *wire.Request) []*wire.Ack {
+			return []*wire.Ack{{Key: r.Key, Session: r.Session, AgentMetadata: []byte("m"), Blocks: []uint32{1, 2, 3}}}
+		}))
+		r := p.consumer.Fetch(bg, "img", announced(3), 1)
+		wantOutcome(t, r, FetchUnreachable)
+		if !strings.Contains(r.Err.Error(), "it is an unmodified vLLM, which is read with nixl only") {
+			t.Error(r.Err)
+		}
+		synctest.Wait()
+		p.wantIdle()
+	})
 }

@@ -101,7 +101,7 @@ func (f *flight) open() event {
 	f.endRead()
 	r, ok := f.best()
 	if !ok {
-		f.err = fmt.Errorf("%w: no data plane of ours (%v) reads from %s%s", ErrUnreachable, f.c.planes, f.want.addr, f.after())
+		f.err = fmt.Errorf("%w: no data plane of ours (%v) reads from %s%s%s", ErrUnreachable, f.c.planes, f.want.addr, f.needs(), f.after())
 		return evGaveUp
 	}
 	l, err := f.peer.open(r.plane.Name(), r.metadata, r.add)
@@ -112,6 +112,16 @@ func (f *flight) open() event {
 	f.route, f.link = r, l
 	f.timer.Reset(f.openWait())
 	return evNone
+}
+
+// needs says which plane of ours would read what a plain peer granted, where none that is here does.
+func (f *flight) needs() string {
+	for _, p := range f.c.o.Planes {
+		if _, ok := p.(PlainReader); ok || f.granted.own {
+			return ""
+		}
+	}
+	return ": it is an unmodified vLLM, which is read with nixl only"
 }
 
 // openWait is longer than the link's own limit, for a plane that does not keep to it.

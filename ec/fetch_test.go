@@ -210,6 +210,9 @@ func TestARefusedConnectionIsUnreachableLongBeforeTheBudget(t *testing.T) {
 		if r.Elapsed != time.Second {
 			t.Errorf("a peer known to be gone was waited for %v", r.Elapsed)
 		}
+		if !strings.Contains(r.Err.Error(), "not connected within 1s: ") {
+			t.Error(r.Err)
+		}
 		p.wantIdle()
 	})
 }
