@@ -18,7 +18,8 @@ func (a *app) ecAnnounceCmd() *cobra.Command {
 		Use:   "announce [--metadata JSON] KEY...",
 		Short: "Print the ec_transfer_params map of encodings, and hold them for who reads it",
 		Long: `Print the ec_transfer_params map for KEYs, and nothing else. Each announcement takes a hold on its encoding, so that it is not
-evicted before its lease ends or it was pulled. A key that the node does not have gets {"metadata":{}} and no address.
+evicted before its lease ends or it was pulled. A key that the node does not have gets {"metadata":{}} and no address, and is named
+on standard error.
 The position of KEY on the command line is its item index.`,
 		Args: args(1, -1, "at least one KEY"),
 		RunE: func(cmd *cobra.Command, keys []string) error {
@@ -61,8 +62,15 @@ The position of KEY on the command line is its item index.`,
 			if text.Len() > wire.MaxParams {
 				return fmt.Errorf("an ec_transfer_params of %d bytes, and nobody takes more than %d: announce fewer keys at a time, or less --metadata", text.Len(), wire.MaxParams)
 			}
-			_, err = text.WriteTo(a.stdout)
-			return err
+			if _, err = text.WriteTo(a.stdout); err != nil {
+				return err
+			}
+			for _, key := range params.Keys() {
+				if announced, _ := params.Get(key); !announced.Servable() {
+					a.log.Warn("the node does not have this key: it is announced without an address, and nobody can fetch it", "key", key)
+				}
+			}
+			return nil
 		},
 	}
 	f.add(cmd)

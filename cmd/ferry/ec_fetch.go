@@ -30,7 +30,8 @@ that has it. One line a key, as it is known: {"key":..,"status":..,"bytes":..,"m
 not ready; also if the node itself cannot be reached, which is "failed". Statuses: ready, missing, not_ready, incompatible, unreachable, timed_out, conflict, failed, canceled. The plane is
 "local" where the pool had it. With --out, DIR/KEY.bin gets the encoding's bytes without padding (bytes of KEY other than letters,
 digits, '-', '_' and '.' are written as %XX). Where that is longer than 255 bytes, the name is its first 180 bytes, or up to two
-fewer so as not to split a %XX, then "-", the first 16 hex digits of KEY's SHA-256, and ".bin". The exit status is 0 only if all of those keys are ready.`,
+fewer so as not to split a %XX, then "-", the first 16 hex digits of KEY's SHA-256, and ".bin". The exit status is 0 only if all of those keys are ready, and
+there is at least one.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if source == "" {
@@ -41,6 +42,9 @@ fewer so as not to split a %XX, then "-", the first 16 hex digits of KEY's SHA-2
 			}
 			params, err := a.readParams(source)
 			if err != nil {
+				return err
+			}
+			if err := something(source, params); err != nil {
 				return err
 			}
 			if out != "" {
@@ -107,6 +111,20 @@ func (a *app) fetch(ctx context.Context, c *client.Client, params ec.Params, tim
 		return errReported
 	}
 	return nil
+}
+
+// something is an error if there is nothing to pull, nor to be said of a key.
+func something(source string, params ec.Params) error {
+	keys := params.Keys()
+	for _, key := range keys {
+		if announced, _ := params.Get(key); announced.Servable() || params.Err(key) != nil {
+			return nil
+		}
+	}
+	if len(keys) == 0 {
+		return fmt.Errorf("--params %s: nothing to fetch: no key is announced", source)
+	}
+	return fmt.Errorf("--params %s: nothing to fetch: none of %d keys has an address, such as %.64q; who announced them did not have them", source, len(keys), keys[0])
 }
 
 // notFetched gives each key that was to be pulled its line, where the node was not even asked. It returns what is to be said of that.

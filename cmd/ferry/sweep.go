@@ -22,18 +22,19 @@ payloads that dead ferry put processes left in shared memory and whose lease is 
 stays, and so does what is another user's, a symbolic link, or no region by its content. A node that starts does so for regions
 only. One line a file:
 {"file":..,"bytes":..,"reaped":true|false,"reason":..}
+With --dry-run all of it stays, and "would_reap" is there in the place of "reaped".
 
 Engines that still have a region mapped keep its memory until they end. NIXL agents that outlived the node end with the region.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			swept, err := region.Sweep(o)
 			for _, s := range swept {
-				err = errors.Join(err, printJSON(a.stdout, sweptLine{s.Path, s.Bytes, s.Reaped, s.Reason}))
+				err = errors.Join(err, printJSON(a.stdout, lineOfSwept(s.Path, s.Bytes, s.Reaped, s.Reason, o.DryRun)))
 			}
 			payloads, shmErr := shm.Sweep(o.Dir, o.DryRun)
 			err = errors.Join(err, shmErr)
 			for _, s := range payloads {
-				err = errors.Join(err, printJSON(a.stdout, sweptLine{s.Path, s.Bytes, s.Reaped, s.Reason}))
+				err = errors.Join(err, printJSON(a.stdout, lineOfSwept(s.Path, s.Bytes, s.Reaped, s.Reason, o.DryRun)))
 			}
 			if !cmd.Flags().Changed("socket") {
 				sockets = []string{node.DefaultConfig().Socket}
@@ -42,9 +43,9 @@ Engines that still have a region mapped keep its memory until they end. NIXL age
 				stale, sockErr := node.SweepSocket(cmd.Context(), path, o.DryRun)
 				switch {
 				case sockErr != nil:
-					err = errors.Join(err, printJSON(a.stdout, sweptLine{File: path, Reason: sockErr.Error()}))
+					err = errors.Join(err, printJSON(a.stdout, lineOfSwept(path, 0, false, sockErr.Error(), o.DryRun)))
 				case stale:
-					err = errors.Join(err, printJSON(a.stdout, sweptLine{File: path, Reaped: true, Reason: "nobody listens on it"}))
+					err = errors.Join(err, printJSON(a.stdout, lineOfSwept(path, 0, true, "nobody listens on it", o.DryRun)))
 				}
 			}
 			return err
@@ -62,8 +63,20 @@ Engines that still have a region mapped keep its memory until they end. NIXL age
 }
 
 type sweptLine struct {
-	File   string `json:"file"`
-	Bytes  int64  `json:"bytes"`
-	Reaped bool   `json:"reaped"` // or would be, with --dry-run
-	Reason string `json:"reason"`
+	File      string `json:"file"`
+	Bytes     int64  `json:"bytes"`
+	Reaped    *bool  `json:"reaped,omitempty"`     // nil with --dry-run
+	WouldReap *bool  `json:"would_reap,omitempty"` // nil without
+	Reason    string `json:"reason"`
+}
+
+// lineOfSwept is the line of a file that is gone, or with dry would be, if yes.
+func lineOfSwept(file string, bytes int64, yes bool, reason string, dry bool) sweptLine {
+	l := sweptLine{File: file, Bytes: bytes, Reason: reason}
+	if dry {
+		l.WouldReap = &yes
+	} else {
+		l.Reaped = &yes
+	}
+	return l
 }
