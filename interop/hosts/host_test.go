@@ -21,6 +21,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/ec"
+	"github.com/tensorferry/tensorferry/interop/internal/leftover"
 	"github.com/tensorferry/tensorferry/node/client"
 )
 
@@ -32,6 +33,7 @@ var binaryDir string
 func TestMain(m *testing.M) {
 	code := m.Run()
 	if binaryDir != "" {
+		leftover.End(binaryDir)
 		_ = os.RemoveAll(binaryDir)
 	}
 	os.Exit(code)
