@@ -49,8 +49,9 @@ type clients struct {
 	refused uint64
 	// accounts are by process. A client's process is the one that it was known by first.
 	accounts map[region.Client]*account
-	waiting  int       // adopted clients that are not accounted for
-	pinned   []*ec.Pin // what adopted clients had pinned, while any is waited for
+	exits    map[uint64]*exit // by process: those that clients that are away wait for
+	waiting  int              // adopted clients that are not accounted for
+	pinned   []*ec.Pin        // what adopted clients had pinned, while any is waited for
 }
 
 // knownClient is one of them. All fields are under clients.mu, but for id.
@@ -68,7 +69,7 @@ type knownClient struct {
 
 // newClients takes over what an adopted region says of its clients. One process may have limit of its blocks reserved, 0: all.
 func newClients(r *region.Region, a *ec.Adopted, limit int, log *slog.Logger) *clients {
-	c := &clients{log: log, table: r.Clients(), byID: map[uint64]*knownClient{}, rows: processClients, limit: limit, accounts: map[region.Client]*account{}}
+	c := &clients{log: log, table: r.Clients(), byID: map[uint64]*knownClient{}, rows: processClients, limit: limit, accounts: map[region.Client]*account{}, exits: map[uint64]*exit{}}
 	c.ctx, c.stop = context.WithCancel(context.Background())
 	for row := c.table.Len() - 1; row >= 0; row-- {
 		rc, ok := c.table.Load(row)
@@ -144,6 +145,16 @@ func (c *clients) watch(cl *knownClient) {
 
 // tryWatch is false if nothing can be said of the client's process now.
 func (c *clients) tryWatch(cl *knownClient, process uint64, back chan struct{}) bool {
+	c.mu.Lock()
+	x := c.exits[process]
+	if x != nil {
+		x.users++
+	}
+	c.mu.Unlock()
+	if x != nil {
+		c.await(cl, back, x)
+		return true
+	}
 	f, dead := watchProcess(process)
 	switch {
 	case dead:
@@ -151,13 +162,16 @@ func (c *clients) tryWatch(cl *knownClient, process uint64, back chan struct{}) 
 	case f == nil:
 		return false
 	default:
-		exit := make(chan struct{})
+		end := make(chan struct{})
 		c.work.Go(func() {
 			if api.WaitExit(f) == nil {
-				close(exit)
+				close(end)
 			}
 		})
-		c.await(cl, back, f, exit)
+		c.mu.Lock()
+		x := c.exitOf(process, f, end)
+		c.mu.Unlock()
+		c.await(cl, back, x)
 	}
 	return true
 }
@@ -171,15 +185,46 @@ func (c *clients) ended(cl *knownClient, back chan struct{}) {
 	}
 }
 
-// await ends a client that is away when its process is dead, which exit tells. It takes the pidfd over.
-func (c *clients) await(cl *knownClient, back chan struct{}, process *os.File, exit <-chan struct{}) {
+// exit is the death of a process that clients that are away wait for. All of a process share one, and so one descriptor: a process may
+// leave more connections than the node has descriptors.
+type exit struct {
+	process uint64 // 0: it has no name that is seen from here, and the exit is one client's alone
+	pidfd   *os.File
+	dead    <-chan struct{}
+	users   int // under clients.mu
+}
+
+// exitOf takes a process's pidfd over, and dead, which tells what that tells. Who gets it awaits it. Called with the lock held.
+func (c *clients) exitOf(process uint64, pidfd *os.File, dead <-chan struct{}) *exit {
+	x := c.exits[process]
+	if x == nil {
+		x = &exit{process: process, pidfd: pidfd, dead: dead}
+		if process != 0 {
+			c.exits[process] = x
+		}
+	} else {
+		_ = pidfd.Close() // ends the wait for dead
+	}
+	x.users++
+	return x
+}
+
+// await ends a client that is away when its process is dead.
+func (c *clients) await(cl *knownClient, back chan struct{}, x *exit) {
 	c.work.Go(func() {
-		defer func() { _ = process.Close() }() // ends the wait for exit
 		select {
-		case <-exit:
+		case <-x.dead:
 			c.ended(cl, back)
 		case <-back:
 		case <-c.ctx.Done():
+		}
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if x.users--; x.users == 0 {
+			if x.process != 0 {
+				delete(c.exits, x.process)
+			}
+			_ = x.pidfd.Close() // ends the wait for dead
 		}
 	})
 }
@@ -386,7 +431,7 @@ func (c *clients) restated(cl *knownClient) {
 
 // leave ends a client's session. What it may still write or read stays with the client, whose process is watched; bye says that there is
 // nothing.
-func (c *clients) leave(cl *knownClient, left []reserved, pins []*ec.Pin, bye bool, process *os.File, exit <-chan struct{}) {
+func (c *clients) leave(cl *knownClient, left []reserved, pins []*ec.Pin, bye bool, pidfd *os.File, dead <-chan struct{}) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	cl.session = nil
@@ -403,11 +448,15 @@ func (c *clients) leave(cl *knownClient, left []reserved, pins []*ec.Pin, bye bo
 	}
 	if bye || len(cl.left)+len(cl.pins) == 0 && !cl.adopted {
 		c.drop(cl, "it said bye")
-		_ = process.Close()
+		_ = pidfd.Close()
 		return
 	}
+	process := uint64(0)
+	if cl.region.Namespace == pidNamespace() && !api.Exited(pidfd) { // while it lives its name is no other's
+		process = cl.region.Process
+	}
 	cl.back = make(chan struct{})
-	c.await(cl, cl.back, process, exit)
+	c.await(cl, cl.back, c.exitOf(process, pidfd, dead))
 }
 
 // away counts the clients that are not connected, what clients may still write of what they left, and what is pinned for them.

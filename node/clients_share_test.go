@@ -1,6 +1,7 @@
 package node
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"net"
@@ -83,6 +84,56 @@ func TestOneProcessCannotTakeAllClientsOfAPool(t *testing.T) {
 	_, err := tryByHand(t, n)
 	wantLimit(t, err, fmt.Sprintf("process %d has 3 of the pool's 1024 clients", os.Getpid()))
 	startEngine(t, n, "reserve", nil).says(t)
+}
+
+// However many connections a process leaves, its death is one thing to wait for, and one descriptor of the node's.
+func TestTheConnectionsThatAProcessLeavesTakeOneDescriptor(t *testing.T) {
+	n := startNode(t, testConfig(t, 64))
+	clients := n.pools[0].clients
+	const left = 20
+	before, tokens := openFiles(t), make([][]byte, left)
+	for i := range left {
+		nc, err := net.Dial("unix", n.Ready().Socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		conn, w, err := greetWithToken(nc.(*net.UnixConn), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		tokens[i] = w.Token
+		if r := ask(t, conn, 1, reserveOp(fmt.Sprint("k", i), 1)); r[0].Code != api.CodeOK {
+			t.Fatalf("%+v", r)
+		}
+		_ = nc.Close()
+	}
+	eventually(t, "all of them have gone, and one descriptor is left", func() bool {
+		away, reservations, _ := clients.away()
+		return away == left && reservations == left && openFiles(t) == before+1
+	})
+	for _, token := range tokens { // each ends on its own, the descriptor with the last
+		nc, err := net.Dial("unix", n.Ready().Socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		conn, w, err := greetWithToken(nc.(*net.UnixConn), token)
+		if err != nil || !bytes.Equal(w.Token, token) {
+			t.Fatalf("%v, or the node does not know it any more", err)
+		}
+		if err := conn.Send(api.MaxRequestFrame, &api.Bye{}); err != nil {
+			t.Fatal(err)
+		}
+		_ = nc.Close()
+	}
+	eventually(t, "nothing is left", func() bool {
+		away, _, _ := clients.away()
+		clients.mu.Lock()
+		defer clients.mu.Unlock()
+		return away == 0 && len(clients.exits) == 0 && openFiles(t) == before
+	})
+	if s := n.pools[0].cache.Stats(); s.FreeBlocks != 64 {
+		t.Errorf("%+v; want 64 free blocks", s)
+	}
 }
 
 func TestAProcessReservesNoMoreThanItsShare(t *testing.T) {

@@ -56,6 +56,37 @@ func TestAnEngineThatCannotBeWatchedAtFirstIsWatchedLater(t *testing.T) {
 	}
 }
 
+// A node that takes a region over waits for a process once, however many clients of it the region names.
+func TestTheClientsOfAProcessAreWatchedTogether(t *testing.T) {
+	r, err := region.Create(testContext(t), region.Options{
+		Dir: shmDir(t), Identity: region.Identity{Instance: "n", Group: "0"}, Geometry: region.Geometry{BlockBytes: testBlock, Blocks: 8, Slots: 8},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = r.Close(true) }()
+	own := processOf(os.Getpid())
+	for row := range 3 {
+		if err := r.Clients().Set(row, region.Client{ID: uint64(row) + 5, Process: own, Namespace: pidNamespace()}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	before := openFiles(t)
+	cl := newClients(r, &ec.Adopted{}, 4, slog.New(slog.DiscardHandler))
+	cl.mu.Lock()
+	if x := cl.exits[own]; x == nil || x.users != 3 || len(cl.exits) != 1 {
+		t.Errorf("%+v of %d; want 1 that 3 clients wait for", x, len(cl.exits))
+	}
+	cl.mu.Unlock()
+	if got := openFiles(t); got != before+1 {
+		t.Errorf("%d descriptors for 3 clients of a process, want 1", got-before)
+	}
+	cl.close()
+	if got := openFiles(t); got != before || len(cl.exits) != 0 {
+		t.Errorf("%d descriptors and %d processes are left", got-before, len(cl.exits))
+	}
+}
+
 // Without pidfds it can still be seen that a pid is another's by now.
 func TestAPidThatWasGivenAgainIsSeenWithoutAPidfd(t *testing.T) {
 	t.Cleanup(func() { openProcess = realOpenProcess })

@@ -106,6 +106,16 @@ func WaitExit(f *os.File) error {
 	return raw.Read(func(fd uintptr) bool { return exited(int(fd)) })
 }
 
+// Exited says whether the process of a pidfd is dead. False if f is closed.
+func Exited(f *os.File) (dead bool) {
+	raw, err := f.SyscallConn()
+	if err != nil {
+		return false
+	}
+	err = raw.Control(func(fd uintptr) { dead = exited(int(fd)) })
+	return err == nil && dead
+}
+
 func exited(pidfd int) bool {
 	set := []unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}}
 	for {
