@@ -1,15 +1,19 @@
 package region
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"math"
 	"os"
+	"slices"
+	"strings"
 
 	"golang.org/x/sys/unix"
 )
 
-// SpaceError says that the bytes asked for are not to be had. Its text names the path, both numbers and what to change.
+// SpaceError says that the bytes asked for are not to be had. Its text names the path, both numbers and what to change, which includes
+// files of dead owners in the same directory that may be swept.
 type SpaceError struct {
 	Path        string
 	Asked, Free int64  // bytes; Asked counts the whole file: pool, slot table and header
@@ -97,15 +101,45 @@ func checkRoom(dir *os.File, path string, size, back int64) error {
 		return err
 	}
 	if v.free < size-back {
-		return &SpaceError{Path: path, Asked: size, Free: v.free + back, Limit: v.what, Fix: v.fix}
+		return &SpaceError{Path: path, Asked: size, Free: v.free + back, Limit: v.what, Fix: v.fix + deadFiles(dir, path)}
 	}
 	if !v.memory {
 		return nil
 	}
 	if m, ok := systemMemory.free(); ok && m.free < size-back {
-		return &SpaceError{Path: path, Asked: size, Free: m.free + back, Limit: m.what, Fix: m.fix}
+		return &SpaceError{Path: path, Asked: size, Free: m.free + back, Limit: m.what, Fix: m.fix + deadFiles(dir, path)}
 	}
 	return nil
+}
+
+// maxDeadFiles is how many files an error names.
+const maxDeadFiles = 4
+
+// deadFiles names the files in dir, but for that at path, that ferry sweep --force would remove: "" if there are none. Like the sweep's
+// dry run it takes no lock.
+func deadFiles(dir *os.File, path string) string {
+	swept, err := Sweep(SweepOptions{Dir: dir.Name(), DryRun: true, Force: true})
+	if err != nil {
+		return "" // there is an error to report already, which needs no second
+	}
+	swept = slices.DeleteFunc(swept, func(s Swept) bool { return !s.Reaped || s.Bytes == 0 || s.Path == path })
+	if len(swept) == 0 {
+		return ""
+	}
+	slices.SortStableFunc(swept, func(a, b Swept) int { return cmp.Compare(b.Bytes, a.Bytes) })
+	var total int64
+	for _, s := range swept {
+		total += s.Bytes
+	}
+	var names []string
+	for _, s := range swept[:min(len(swept), maxDeadFiles)] {
+		names = append(names, fmt.Sprintf("%s, %s", s.Path, bytesText(s.Bytes)))
+	}
+	if more := len(swept) - len(names); more > 0 {
+		names = append(names, fmt.Sprintf("%d more", more))
+	}
+	return fmt.Sprintf("; nodes that are dead hold %s there, for their restart with the options of before (%s): ferry sweep --force --dir %s removes that, with the entries",
+		bytesText(total), strings.Join(names, "; "), dir.Name())
 }
 
 // heldBytes is what the file's end gives back, if nobody else has it open.
@@ -153,10 +187,10 @@ func spaceFrom(err error, dir *os.File, path string, size int64) error {
 		return errors.Join(err, verr)
 	}
 	if m, ok := systemMemory.free(); noMemory && ok {
-		return &SpaceError{Path: path, Asked: size, Free: m.free, Limit: m.what, Fix: m.fix}
+		return &SpaceError{Path: path, Asked: size, Free: m.free, Limit: m.what, Fix: m.fix + deadFiles(dir, path)}
 	}
 	if !v.inodes {
 		v.fix = fixInodes
 	}
-	return &SpaceError{Path: path, Asked: size, Free: v.free, Limit: v.what, Fix: v.fix}
+	return &SpaceError{Path: path, Asked: size, Free: v.free, Limit: v.what, Fix: v.fix + deadFiles(dir, path)}
 }

@@ -207,6 +207,34 @@ func TestARegionThatWaitsIsKeptIfTheOneThatWasAskedForWouldNotFitInItsPlace(t *t
 	}
 }
 
+// A node was killed, and the next one has another model: its region has another name.
+func TestFilesThatWaitForAnotherRestartAreNamedInTheSpaceError(t *testing.T) {
+	if !inPrivateMounts(t) {
+		return
+	}
+	size := smallOptions("").Geometry.fileBytes()
+	o := smallOptions(mountTmpfs(t, fmt.Sprintf("size=%d", size+size/2)))
+	o.Identity.Group = strings.Repeat("b", len(groupA))
+	path, _, _, _ := deadRegion(t, o.Dir)
+	words := []string{path + ", " + bytesText(size), "ferry sweep --force --dir " + o.Dir}
+	_, err := Take(t.Context(), o)
+	wantSpace(t, err, o.Dir, size, words...)
+	_, err = CheckSpace(o.Dir, o.Geometry)
+	wantSpace(t, err, o.Dir, size, words...)
+	dir := must(openDir(o.Dir))
+	defer dir.Close()
+	wantSpace(t, spaceFrom(unix.ENOSPC, dir, filepath.Join(o.Dir, "f"), size), o.Dir, size, words...)
+	wantFiles(t, o.Dir, smallName)
+	must(Sweep(SweepOptions{Dir: o.Dir, Force: true}))
+	r := mustTake(t, o)
+	large := o
+	large.Identity.Group, large.Geometry.Blocks = groupA, 64
+	_, err = Create(t.Context(), large)
+	if wantSpace(t, err, o.Dir, large.Geometry.fileBytes()); strings.Contains(err.Error(), "sweep") {
+		t.Errorf("%v, and %s has a live owner", err, r.Path())
+	}
+}
+
 func TestMemoryThatEnginesKeepOfAReapedRegionIsNamedInTheSpaceError(t *testing.T) {
 	if !inPrivateMounts(t) {
 		return
