@@ -24,7 +24,7 @@ func TestAWarmVLLMReadsWhatANodeGrantedThatWasKilled(t *testing.T) {
 			name = "from the agent that the next node took over"
 		}
 		t.Run(name, func(t *testing.T) {
-			flags := []string{"--ec-cpu-bytes", "4MiB", "--timeouts-hold-lease", "1s"}
+			flags := []string{"--ec-cpu-bytes", "4MiB", "--timeouts-hold-lease", "1s", "--timeouts-adopt", "20s"} // so long agents go on for what was not READ
 			c := launchConsumer(t)
 			n := startNode(t, flags...)
 			gate := newGate(t, n.address())
