@@ -121,6 +121,8 @@ type Client struct {
 	o      ClientOptions
 	planes []string
 
+	readsPlain bool // one of the planes reads from plain producers
+
 	stopping context.Context // ends the gets
 	stop     context.CancelFunc
 	ctx      context.Context // ends what is done in the background
@@ -145,6 +147,7 @@ func NewClient(o ClientOptions) (*Client, error) {
 		return nil, err
 	}
 	c := &Client{o: o, planes: o.Slab.Planes(), endpoints: map[string]*endpoint{}}
+	c.readsPlain = slices.Contains(c.planes, transfer.NIXL)
 	c.stopping, c.stop = context.WithCancel(context.Background())
 	c.ctx, c.cancel = context.WithCancel(context.Background())
 	return c, nil
@@ -153,7 +156,8 @@ func NewClient(o ClientOptions) (*Client, error) {
 // Get is that of Connector. One deadline counts for all of it: that of ctx, else Options.Transfer from now.
 //
 // Errors are also ErrUnreachable, ErrEndpoint, ErrLost, ErrCorrupt, ErrOptions, and those of package wire for metadata that cannot be
-// used. At its deadline the error wraps context.DeadlineExceeded, and ErrNotFound or ErrUnreachable if that is what kept it waiting.
+// used. A plain producer's payload needs the nixl plane: without it the error wraps slab.ErrNoPlane, and nothing was claimed. At its
+// deadline the error wraps context.DeadlineExceeded, and ErrNotFound or ErrUnreachable if that is what kept it waiting.
 //
 // A get that ends while its bytes, already read, are being verified may have used the payload up.
 func (c *Client) Get(ctx context.Context, r Request) (*Got, error) {

@@ -67,7 +67,7 @@ func TestAGetCalledOffAtAnyStepLeavesNothing(t *testing.T) {
 			s := newSlab(t, 200_000, rules...)
 			var late asked
 			p.onAsk(func(q asked) bool {
-				if step == stepAsk && len(p.asked(wire.Get)) == 1 || step == stepVerify && q.Op == wire.Verify {
+				if step == stepAsk && q.Op == wire.Get && len(p.asked(wire.Get)) == 1 || step == stepVerify && q.Op == wire.Verify {
 					late = q
 					hit()
 					return true
@@ -316,12 +316,7 @@ func TestAPlainProducerIsToldDoneWhateverBecameOfTheRead(t *testing.T) {
 		t.Error("a READ from nowhere succeeded")
 	}
 	p.free()
-	without := newClient(t, ClientOptions{})
-	if _, err := without.Get(within(t, patience), Request{Key: "k", From: p.endpoint()}); !errors.Is(err, slab.ErrNoPlane) {
-		t.Errorf("%v, want ErrNoPlane", err)
-	}
-	p.free()
-	if n := len(p.asked(wire.Done)); n != 3 || c.o.Slab.(*slab.Slab).Used() != 0 {
+	if n := len(p.asked(wire.Done)); n != 2 || c.o.Slab.(*slab.Slab).Used() != 0 {
 		t.Errorf("%d times done, %d bytes in use", n, c.o.Slab.(*slab.Slab).Used())
 	}
 }

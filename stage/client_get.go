@@ -5,9 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
+	"github.com/tensorferry/tensorferry/stage/slab"
 	"github.com/tensorferry/tensorferry/stage/wire"
+	"github.com/tensorferry/tensorferry/transfer"
 )
 
 // Bounds of a get that nobody has needed to set.
@@ -104,7 +107,7 @@ func (g *get) settleOpen() {
 		case answeredCall:
 			answered++
 		case lostCall:
-			g.unsure = true
+			g.unsure = g.unsure || c.op == wire.Get
 		}
 	}
 	g.open = g.open[:0]
@@ -115,8 +118,8 @@ func (g *get) settleOpen() {
 
 // discard lets go of an answer that is not needed.
 func (g *get) discard(a answer) {
-	if a.generation.IsZero() {
-		g.unsure = g.unsure || !a.own && errors.Is(a.err, errNoAnswer)
+	if a.call.op == wire.Stat || a.generation.IsZero() {
+		g.unsure = g.unsure || a.mayHaveGranted() && errors.Is(a.err, errNoAnswer)
 		g.e.release(a.call.s)
 		return
 	}
@@ -201,9 +204,15 @@ func (g *get) question(ctx context.Context) (*call, error) {
 		if len(g.open) == maxOpen {
 			g.forgetOldest()
 		}
+		// A plain producer's payload is used up by the end of a claim. Without a plane to it nothing is claimed before it is known to be
+		// one of ours, which answers as such.
+		op := wire.Get
+		if !l.shared && !g.c.readsPlain {
+			op = wire.Stat
+		}
 		g.c.stats.questions.Add(1)
 		c := &call{s: l.s, box: g.box, held: held, due: time.Now().Add(held + patience)}
-		err := c.send(wire.Request{Op: wire.Get, Key: g.r.Key, Generation: g.generation, Claim: g.claim, Ferry: f})
+		err := c.send(wire.Request{Op: op, Key: g.r.Key, Generation: g.generation, Claim: g.claim, Ferry: f})
 		if err == nil {
 			g.open = append(g.open, c)
 			return c, nil
@@ -241,7 +250,7 @@ func (g *get) overdue(c *call) bool {
 	case answeredCall:
 		return false
 	case lostCall:
-		g.unsure = true
+		g.unsure = g.unsure || c.op == wire.Get
 		g.forget(c)
 	}
 	g.c.stats.timeouts.Add(1)
@@ -272,13 +281,13 @@ func (g *get) take(a answer) (granted, error) {
 	case a.err == nil:
 	case errors.Is(a.err, errNoAnswer):
 		g.e.release(s)
-		g.unsure = g.unsure || !a.own
+		g.unsure = g.unsure || a.mayHaveGranted()
 		g.pause, g.lastErr = 0, fmt.Errorf("%w: %w", ErrUnreachable, a.err)
 		return granted{}, nil
 	default:
 		// What cannot be used may have been granted all the same.
-		g.unsure = !a.own && a.generation.IsZero()
-		if g.unsure {
+		g.unsure = a.mayHaveGranted()
+		if g.unsure || a.call.op == wire.Stat {
 			g.e.release(s)
 		} else {
 			g.refuse(a, a.err.Error())
@@ -286,6 +295,9 @@ func (g *get) take(a answer) (granted, error) {
 		return granted{}, fmt.Errorf("stage: what %s answered for key %.64q: %w", g.e.addr, g.r.Key, a.err)
 	}
 
+	if a.call.op == wire.Stat {
+		return granted{}, g.met(a)
+	}
 	unsure := g.unsure
 	g.unsure = false // this is the answer to all that was asked under this claim
 	switch a.reply.Status {
@@ -310,6 +322,20 @@ func (g *get) take(a answer) (granted, error) {
 		return granted{}, fmt.Errorf("%w: %s has a paged payload under key %.64q", wire.ErrSchema, g.e.addr, g.r.Key)
 	}
 	return granted{}, g.nonsense(a, "status "+a.reply.Status.String())
+}
+
+// met looks at who answered a question that claims nothing: the claim follows at a producer of ours. A plain one gives an error.
+func (g *get) met(a answer) error {
+	g.e.release(a.call.s)
+	if g.pause = 0; a.own {
+		return nil
+	}
+	return g.failed(fmt.Errorf("%w: this one needs %s, here are %s; nothing was taken", slab.ErrNoPlane, transfer.NIXL, strings.Join(g.c.planes, ", ")))
+}
+
+// mayHaveGranted is true of an answer that does not say whether it grants a claim, which then only a done ends.
+func (a *answer) mayHaveGranted() bool {
+	return !a.own && a.generation.IsZero() && a.call.op == wire.Get
 }
 
 // found checks that what was granted is what was asked for.

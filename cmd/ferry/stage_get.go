@@ -35,6 +35,7 @@ waits until the deadline for a payload that is not there yet. One line on standa
   {"key":..,"status":"ok|not_found|timeout|unreachable|failed","size":..,"ms":..,"plane":".."}
 with "reason" where the status is not ok. not_found: the producer answered, and had not put it by the deadline. The plane is what
 moved the bytes: mapped, nixl, tcp, shm, or inline, in the answer itself. The exit status is 0 only if the status is ok.
+Where there is no NIXL, a producer that is not ours is told apart before anything is taken from it, and its payload stays.
 --connector shm needs neither --from nor --metadata.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
