@@ -1,10 +1,16 @@
 package omni
 
 import (
+	"errors"
+	"strings"
 	"testing"
 
 	"github.com/tensorferry/tensorferry/stage"
+	"github.com/tensorferry/tensorferry/stage/connect"
+	"github.com/tensorferry/tensorferry/stage/slab"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/transfer"
+	"github.com/tensorferry/tensorferry/transfer/transfertest"
 )
 
 func TestGoGetsWhatARealProducerPut(t *testing.T) {
@@ -101,4 +107,23 @@ func pruned(n tensor.Node) tensor.Node {
 		}
 	}
 	return out
+}
+
+// A done of a plain reader uses the payload up, also of one that could not READ.
+func TestAGetWithoutNIXLLeavesARealProducersPayloadToOneWithIt(t *testing.T) {
+	s := newSender(t, nil, nil)
+	root := dict{field("x", of(t, fill[float32](3, 24), 4, 6))}
+	m := s.put("k", describe(root))
+	dir := transfertest.Dir(t)
+	c, err := connect.OpenReader(patient(t), connect.Options{Planes: []string{transfer.Mapped, transfer.TCP}, Dir: dir})
+	must(t, err)
+	for _, r := range []stage.Request{{Key: "k", Metadata: m}, {Key: "k", From: s.at, Wait: true}} {
+		if _, err := c.Get(patient(t), r); !errors.Is(err, slab.ErrNoPlane) || !strings.HasSuffix(err.Error(), "nothing was taken") {
+			t.Error(err)
+		}
+	}
+	must(t, c.Close(patient(t)))
+	e := newOurs(t, settings{getsOnly: true})
+	e.get(stage.Request{Key: "k", Metadata: m}, describe(theirs(root)))
+	s.drained()
 }
