@@ -327,10 +327,18 @@ func (g *get) take(a answer) (granted, error) {
 // met looks at who answered a question that claims nothing: the claim follows at a producer of ours. A plain one gives an error.
 func (g *get) met(a answer) error {
 	g.e.release(a.call.s)
-	if g.pause = 0; a.own {
+	g.pause = 0
+	if a.own {
+		if a.reply.Status == wire.NotFound {
+			g.lastErr = g.absent()
+		}
 		return nil
 	}
 	return g.failed(fmt.Errorf("%w: this one needs %s, here are %s; nothing was taken", slab.ErrNoPlane, transfer.NIXL, strings.Join(g.c.planes, ", ")))
+}
+
+func (g *get) absent() error {
+	return fmt.Errorf("%w: key %.64q at %s", ErrNotFound, g.r.Key, g.e.addr)
 }
 
 // mayHaveGranted is true of an answer that does not say whether it grants a claim, which then only a done ends.
@@ -371,7 +379,7 @@ func (a *answer) granted() granted {
 
 // notFound is for an answer that there is no such payload: it is asked for again if the get waits.
 func (g *get) notFound(a answer) error {
-	g.lastErr = fmt.Errorf("%w: key %.64q at %s", ErrNotFound, g.r.Key, g.e.addr)
+	g.lastErr = g.absent()
 	if !g.r.Wait || !g.generation.IsZero() { // a generation that is gone does not come back
 		return g.lastErr
 	}
